@@ -1,0 +1,288 @@
+"""vLLM, driven one step at a time: score a rollout when it reaches L_detect, prune it there, return them all.
+
+The engine lives in this process, so that one forward pass yields the next token and the state that the quality head reads
+(Algorithm 1, line 18). How it departs from `LLM.generate`:
+1. `model.compute_logits` is wrapped: it is handed exactly the final-norm states of the rows about to be sampled, outside CUDA
+   graphs. Nothing is computed twice, nothing leaves the device but the rows that are needed.
+2. A rollout is scored on the step that delivers its L_detect-th token, from the state that produced that token: position
+   `prompt_len + L_detect - 2` of the sequence. Those that the pruner drops are aborted before the next step.
+3. New weights are loaded in place. The prefix cache is emptied after every sync: it hashes tokens, not weights (vllm#9744).
+
+This is the only file that imports vLLM.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+# Read by vLLM when it is imported. In-process: the hook needs the model, and on a CPU it starts 8 times faster. The hook
+# knows the row order of the V1 model runner only.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+
+@dataclass
+class Rollout:
+    """One sampled response; `group` is the key of its prompt in the mapping that was given to `Engine.generate`."""
+
+    group: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of each sampled id, after temperature; empty when pruned
+    finish: str = ""  # "stop", "length" or "pruned"
+    detect_state: Tensor | None = None  # (hidden,) fp32 on the CPU: the state that produced token L_detect, if it went on
+    last_state: Tensor | None = None  # (hidden,) fp32 on the CPU: the state that produced the last token; None when pruned
+    score: float | None = None  # s' in [0, 1], if it was scored
+    posterior: float | None = None  # q
+    survival: float | None = None  # p
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a pruner says of one rollout; fields it does not know stay None."""
+
+    keep: bool
+    score: float | None = None
+    posterior: float | None = None
+    survival: float | None = None
+
+
+class Pruner(Protocol):
+    """All that the engine knows of a pruning method."""
+
+    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
+        """`states` (N, hidden) fp32 on the CPU and `groups` (N) of rollouts that just reached L_detect, in a fixed order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Every field is explicit in the request: nothing comes from the model's generation_config."""
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+class NothingScored(RuntimeError):
+    """Pruning is on and no rollout could be scored."""
+
+
+class Engine:
+    """An in-process vLLM engine with a hook at L_detect.
+
+    model: a folder or a hub id. detect_length: L_detect in tokens. max_model_len: prompt and response together, in tokens.
+    kv_cache_gb: size of the KV cache on a CPU. gpu_memory_utilization: share of the GPU for weights and KV cache, which
+    `sleep` gives back. Raises ValueError for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, with which sleep frees nothing.
+    """
+
+    def __init__(self, model: str, detect_length: int, max_model_len: int, max_num_seqs: int = 256, *, dtype: torch.dtype,
+                 seed: int = 0, gpu_memory_utilization: float = 0.5, kv_cache_gb: float = 1.0, verbose: bool = False) -> None:
+        self.on_gpu = torch.cuda.is_available()
+        if self.on_gpu and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            raise ValueError("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps a sleeping engine from freeing memory: unset it")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+        if not self.on_gpu:
+            # One OpenMP pool for sampler and trainer, on the cores this process may use: vLLM would pin threads of its own.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        import vllm
+
+        where = dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization) if self.on_gpu else dict(
+            enforce_eager=True, kv_cache_memory_bytes=int(kv_cache_gb * 2**30))
+        self.detect_length, self.max_model_len = detect_length, max_model_len
+        self.llm = vllm.LLM(
+            model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed,
+            skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs", enable_prefix_caching=True,
+            async_scheduling=False, distributed_executor_backend="external_launcher", disable_log_stats=True,
+            use_tqdm_on_load=verbose, **where)
+        self.engine = self.llm.llm_engine
+        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        if not isinstance(self.runner, GPUModelRunner):
+            raise RuntimeError(f"the hook knows vLLM's V1 model runner, not {type(self.runner)}: set VLLM_USE_V2_MODEL_RUNNER=0")
+        self._compute_logits = self.runner.model.compute_logits
+        self.runner.model.compute_logits = self._hook
+        self._recording = False
+        self._rows: tuple[list[str], np.ndarray, Tensor] | None = None
+        self._internal: dict[str, str] = {}  # the id that outputs carry -> the one that the model runner uses
+        self._aborted: set[str] = set()
+        self._next_id = 0  # never reused, so that an output can't be taken for one of an earlier request
+        self.hook_seconds = self.step_seconds = 0.0  # of the last `generate`: hook + pruner, and all of it
+
+    def _hook(self, hidden: Tensor) -> Tensor:
+        """Note which rows are sampled in this step; vLLM may reorder its batch before `step` returns, so copy the order."""
+        if self._recording:
+            start, batch = time.perf_counter(), self.runner.input_batch
+            count = batch.num_reqs
+            if hidden.shape[0] != count:
+                raise RuntimeError(f"vLLM sampled {hidden.shape[0]} rows for {count} requests: the hook cannot tell whose they are")
+            ids = batch.req_ids[:count]
+            if not self._aborted.isdisjoint(ids):
+                raise RuntimeError("vLLM went on with a rollout that was aborted")
+            self._aborted.clear()
+            length = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count] + 1  # counting the token of this step
+            # A row that is still in (re)prefill is computed, but its token is thrown away: it delivers nothing.
+            delivered = np.where(self.runner.discard_request_mask.np[:count], 0, length)
+            self._rows = (list(ids), delivered, hidden)
+            self.hook_seconds += time.perf_counter() - start
+        return self._compute_logits(hidden)
+
+    def generate(self, prompts: Mapping[int, list[int]], samples: int, sampling: Sampling, *, seed: int, pruner: Pruner | None = None,
+                 must_score: bool = False, progress: bool = False) -> list[Rollout]:
+        """`samples` rollouts of each prompt, in order of prompts; those that were pruned are among them, cut at L_detect.
+
+        prompts: group -> token ids. seed: fixes the samples, on one machine. Without a pruner nothing is captured or scored.
+        Raises NothingScored if `must_score` and no rollout reached L_detect, ValueError for a prompt that leaves no room.
+        """
+        torch.manual_seed(seed)  # vLLM samples from the global generator
+        self.hook_seconds, start = 0.0, time.perf_counter()
+        rollouts, live = [], {}
+        self._recording = pruner is not None
+        try:
+            for group, prompt in prompts.items():
+                for _ in range(samples):
+                    rollouts.append(Rollout(group))
+                    live[self._add(prompt, sampling)] = rollouts[-1]
+            with tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not progress) as bar:
+                while self.engine.has_unfinished_requests():
+                    self._rows = None
+                    finished = self._collect(self.engine.step(), live)
+                    if self._rows is not None:
+                        self._score(finished, live, pruner)
+                    bar.update(len(rollouts) - len(live) - bar.n)
+        finally:
+            self._recording, self._rows = False, None
+            self._abort(list(live))
+        self.step_seconds = time.perf_counter() - start
+        if pruner is not None:
+            self._check(rollouts, must_score)
+        return rollouts
+
+    def _add(self, prompt: list[int], sampling: Sampling) -> str:
+        """Queue one request; returns vLLM's internal id, the one that the model runner knows."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for a response in {self.max_model_len}")
+        params = SamplingParams(
+            n=1, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, min_p=0.0, presence_penalty=0.0,
+            frequency_penalty=0.0, repetition_penalty=1.0, max_tokens=min(sampling.max_tokens, room), min_tokens=0,
+            stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
+            # One output per request, at its end: thousands of partial ones a step would cost more than the hook does.
+            output_kind=RequestOutputKind.FINAL_ONLY)
+        self._next_id += 1
+        internal = self.engine.add_request(str(self._next_id), {"prompt_token_ids": prompt}, params)
+        self._internal[str(self._next_id)] = internal
+        return internal
+
+    def _collect(self, outputs: list, live: dict[str, Rollout]) -> dict[str, Rollout]:
+        """Move the requests that ended in this step out of `live`; returns them by internal id."""
+        finished = {}
+        for output in outputs:
+            internal, completion = self._internal.pop(output.request_id), output.outputs[0]
+            rollout = finished[internal] = live.pop(internal)
+            rollout.token_ids = list(completion.token_ids)
+            rollout.finish = completion.finish_reason
+            if completion.logprobs.token_ids != rollout.token_ids:  # one entry a position, that of the sampled id
+                raise RuntimeError("vLLM returned the log-probs of other tokens than the sampled ones")
+            rollout.logprobs = list(completion.logprobs.logprobs)
+        return finished
+
+    def _score(self, finished: dict[str, Rollout], live: dict[str, Rollout], pruner: Pruner) -> None:
+        """Keep the states that the head needs, let the pruner decide on what just reached L_detect, and drop what it drops."""
+        start = time.perf_counter()
+        ids, delivered, hidden = self._rows
+        ended = [row for row, internal in enumerate(ids) if internal in finished] if finished else []
+        reached = [row for row in np.flatnonzero(delivered == self.detect_length).tolist() if ids[row] in live]
+        if ended or reached:
+            states = hidden[torch.tensor(ended + reached, device=hidden.device)].float().cpu()
+            for row, state in zip(ended, states):
+                finished[ids[row]].last_state = state
+            if reached:
+                self._decide([ids[row] for row in reached], states[len(ended):], live, pruner)
+        self.hook_seconds += time.perf_counter() - start
+
+    def _decide(self, reached: list[str], states: Tensor, live: dict[str, Rollout], pruner: Pruner) -> None:
+        dropped = []
+        for internal, state, decision in zip(reached, states, pruner.decide(states, [live[i].group for i in reached]), strict=True):
+            rollout = live[internal]
+            rollout.detect_state = state
+            rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
+            if not decision.keep:
+                rollout.finish = "pruned"
+                rollout.token_ids = list(self.runner.requests[internal].output_token_ids)  # an aborted request returns nothing
+                dropped.append(internal)
+        for internal in dropped:
+            del live[internal]
+        self._abort(dropped)
+
+    def _abort(self, internals: list[str]) -> None:
+        if internals:
+            self.engine.abort_request(internals, internal=True)
+            self._aborted.update(internals)
+            gone = set(internals)
+            self._internal = {external: internal for external, internal in self._internal.items() if internal not in gone}
+            if not gone.isdisjoint(self.engine.output_processor.request_states):
+                raise RuntimeError("vLLM did not abort a request")
+
+    def _check(self, rollouts: list[Rollout], must_score: bool) -> None:
+        for rollout in rollouts:
+            if len(rollout.token_ids) > self.detect_length and rollout.detect_state is None:
+                raise NothingScored(f"a rollout of {len(rollout.token_ids)} tokens passed L_detect = {self.detect_length} unseen: "
+                                    "this vLLM does not call the hook as expected; a tested version is in the README")
+        if must_score and all(rollout.detect_state is None for rollout in rollouts):
+            longest = max((len(rollout.token_ids) for rollout in rollouts), default=0)
+            raise NothingScored(f"no rollout went beyond L_detect = {self.detect_length} tokens (longest: {longest}), "
+                                "so that nothing can be pruned: lower --detect-length or use --prune none")
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load new weights, named as in the Hugging Face checkpoint, and forget all that was computed with the old ones.
+
+        Whether it worked is for the caller to verify, by the log-probs of the next rollouts: a partial load raises no error.
+        """
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._refresh_packed_head()
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache: requests are still running")
+
+    def _refresh_packed_head(self) -> None:
+        """On a CPU lm_head is packed at load time; where its weight is the embedding's, `reload_weights` leaves the old pack."""
+        if not self.on_gpu:
+            head = self.runner.model.lm_head
+            head.quant_method.process_weights_after_loading(head)
+
+    def sleep(self) -> None:
+        """Give the GPU's memory to the trainer. Level 1 (weights go to the host): level 2 loses buffers (vllm#16564)."""
+        if self.on_gpu:
+            self.llm.sleep(level=1)
+
+    def wake(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Undo `sleep` and sync, in the order that never needs memory for both KV cache and two copies of the weights."""
+        if self.on_gpu and self.engine.is_sleeping():
+            self.llm.wake_up(tags=["weights"])
+            self.sync(weights)
+            self.llm.wake_up(tags=["kv_cache"])
+        else:
+            self.sync(weights)
+
+    def close(self) -> None:
+        """Take the engine down; before the process group, which it uses."""
+        self.runner.model.compute_logits = self._compute_logits
+        core = self.engine.engine_core
+        del self.runner, self.engine, self.llm, self._compute_logits
+        core.shutdown()
+        gc.collect()
