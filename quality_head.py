@@ -26,19 +26,19 @@ MAX_MINIBATCHES = 32  # of one `HeadTrainer.train`, so that its cost stays the s
 class QualityHead(nn.Module):
     """LayerNorm -> Linear(H, width) -> GELU -> Linear(width, 1), in fp32.
 
-    Its weights depend on `seed` alone and leave the global generator as it was: building a vLLM engine reseeds that one.
+    Its weights depend on `seed` alone and leave the global generator as it was: building a vLLM engine reseeds that.
     """
 
     def __init__(self, hidden_size: int, width: int = 256, seed: int = 0) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
             self.norm = nn.LayerNorm(hidden_size, dtype=torch.float32)
             self.hidden = nn.Linear(hidden_size, width, dtype=torch.float32)
             self.out = nn.Linear(width, 1, dtype=torch.float32)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Quality logits (N,) fp32 of `states` (N, H): any float dtype and device; detached, and fp32 under autocast too."""
+        """Quality logits (N,) fp32 of `states` (N, H): any float dtype, any device; detached; fp32 under autocast."""
         states = states.detach().to(self.out.weight.device, torch.float32)
         with torch.autocast(states.device.type, enabled=False):
             return self.out(F.gelu(self.hidden(self.norm(states)))).squeeze(-1)
@@ -70,15 +70,15 @@ class HeadTrainer:
         self.count, self.cursor = 0, 0  # rows in use; where the next one goes
 
     def add(self, states: Tensor, labels: Tensor) -> int:
-        """Puts `states` (N, H) with `labels` (N,), each 0 or 1, into the buffer; the oldest make room. Returns rows added.
+        """Puts `states` (N, H) with `labels` (N,) into the buffer; the oldest rows make room. Returns the rows added.
 
-        Rows with a non-finite state are left out: one of them would turn the head to NaN for good. Raises ValueError on any
-        other label: a rollout whose grader failed is not a wrong one, leave it out.
+        Rows with a non-finite state are left out: one of them would turn the head to NaN for good. Raises ValueError on
+        labels other than 0 and 1: a rollout whose grader failed is not a wrong one.
         """
         states = states.detach().to(self.states.device, torch.float32)
         labels = labels.detach().to(self.states.device, torch.float32)
         if states.shape != (len(labels), self.states.shape[1]):
-            raise ValueError(f"states {tuple(states.shape)} do not fit {len(labels)} labels of size {self.states.shape[1]}")
+            raise ValueError(f"states {tuple(states.shape)} do not fit labels {tuple(labels.shape)} or the head")
         if not ((labels == 0) | (labels == 1)).all():
             raise ValueError("every label must be 0 or 1: leave out rollouts that were not judged, and shaped rewards")
         finite = states.isfinite().all(1)
@@ -116,7 +116,7 @@ class HeadTrainer:
         return (self.cursor - self.count + ages.to(self.states.device)) % self.capacity
 
     def state_dict(self) -> dict[str, object]:
-        """Head, optimizer moments, generator, and the buffer oldest first: tensors and primitives, fit for weights_only."""
+        """Head, optimizer moments, generator, and buffer, oldest first: tensors and numbers, fit for weights_only."""
         rows = self._rows(torch.arange(self.count))
         return {
             "head": self.head.state_dict(),
@@ -127,8 +127,11 @@ class HeadTrainer:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Restores `state_dict`: training then goes on bit for bit. lr and weight decay stay those of the constructor, and
-        a smaller `capacity` keeps the newest rows. Raises on a state of another shape or a damaged generator."""
+        """Restores `state_dict`: training then goes on bit for bit.
+
+        lr and weight decay stay those of the constructor, and a smaller `capacity` keeps the newest rows. Raises on a
+        state of another shape or a damaged generator.
+        """
         self.head.load_state_dict(state["head"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state["moments"], "param_groups": groups})
@@ -187,9 +190,9 @@ def spearman(scores: Tensor, labels: Tensor) -> float:
 def head_metrics(scores: Tensor, labels: Tensor, groups: Tensor) -> dict[str, float]:
     """How well scores s' (N,) in [0, 1] tell right from wrong: `labels` (N,) 0/1, `groups` (N,) int64.
 
-    `auc` over all rows, `auc_within` groups, `accuracy` at the threshold 1/2 beside `base_rate` (what the better constant
-    guess would get), `spearman`. NaN where a value is undefined. Rows with a NaN score are left out. Raises ValueError on
-    scores outside [0, 1]: those are logits.
+    `auc` over all rows, `auc_within` groups, `accuracy` at the threshold 1/2 beside `base_rate` (what the better
+    constant guess would get), `spearman`. NaN where a value is undefined. Rows with a NaN score are left out. Raises
+    ValueError on scores outside [0, 1]: those are logits.
     """
     scores, labels, groups = scores.detach().cpu().double(), labels.detach().cpu(), groups.detach().cpu()
     known = ~scores.isnan()

@@ -1,0 +1,225 @@
+"""The head, its training and its metrics; faults that other reward heads had (Q1, Q2, Q5, Q6, G23, G24)."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quality_head import MAX_MINIBATCHES, HeadTrainer, QualityHead, auc, head_metrics, spearman, within_group_auc
+
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+rows = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=30)
+
+
+def toy(count: int, seed: int, size: int = 16) -> tuple[Tensor, Tensor]:
+    """States (count, size) whose first coordinate separates labels 0 and 1."""
+    states = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
+    return states, (states[:, 0] > 0).float()
+
+
+def parameters(head: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in head.parameters()])
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def test_any_float_in_fp32_out() -> None:
+    """Q1: 16-bit states, with and without autocast, give the fp32 logits."""
+    head, states = QualityHead(64), torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    exact = head(states)
+    assert exact.shape == (3,) and exact.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head(states).equal(exact)
+        low = head(states.bfloat16())
+    assert low.dtype == torch.float32 and low.equal(head(states.bfloat16()))
+    torch.testing.assert_close(low, exact, rtol=0, atol=1e-2)
+    torch.testing.assert_close(head(states.half()), exact, rtol=0, atol=1e-2)
+    torch.testing.assert_close(head(states.double()), exact)
+    assert head(states[:0]).shape == (0,)
+
+
+def test_no_gradient_reaches_the_policy() -> None:
+    """Q2: the policy's gradients are bitwise the same with and without the head's loss."""
+    grads = []
+    for with_head in (False, True):
+        policy = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(policy.weight)
+        head = QualityHead(8)
+        hidden = policy(torch.arange(24.0).view(3, 8))
+        hidden.retain_grad()
+        loss = hidden.square().sum()
+        if with_head:
+            quality = F.binary_cross_entropy_with_logits(head(hidden), torch.tensor([1.0, 0.0, 1.0]))
+            quality.backward()
+            assert hidden.grad is None and policy.weight.grad is None
+            assert all(p.grad.abs().sum() > 0 for p in head.parameters())
+            loss = loss + F.binary_cross_entropy_with_logits(head(hidden), torch.tensor([1.0, 0.0, 1.0]))
+        loss.backward()
+        grads.append(policy.weight.grad)
+    assert grads[0].equal(grads[1])
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    """E12: an engine that reseeds the process changes nothing, and the head leaves the global generator alone."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = parameters(QualityHead(8, seed=5))
+    assert torch.get_rng_state().equal(before)
+    torch.manual_seed(2)
+    assert parameters(QualityHead(8, seed=5)).equal(first) and not parameters(QualityHead(8, seed=6)).equal(first)
+
+
+# --- its training -----------------------------------------------------------------------------------------------------
+
+
+def test_recovers_from_one_class() -> None:
+    """Q6: 50 rounds of right answers only, then balanced ones: logits stay bounded and the head learns."""
+    trainer = HeadTrainer(QualityHead(16), passes=1, batch_size=64, capacity=256)
+    test_states, test_labels = toy(500, seed=1)
+    for step in range(50):
+        trainer.add(toy(32, seed=100 + step)[0], torch.ones(32))
+        trainer.train()
+    assert trainer.head(test_states).abs().max() < 50
+    updates = 0
+    for step in range(40):
+        trainer.add(*toy(32, seed=200 + step))
+        updates += int(trainer.train()["updates"])
+    logits = trainer.head(test_states).detach()
+    assert updates <= 200 and logits.abs().max() < 50 and auc(logits, test_labels) > 0.9
+
+
+def test_train_bounds_its_work() -> None:
+    trainer = HeadTrainer(QualityHead(4, width=4), passes=3, batch_size=10, capacity=200)
+    report = trainer.train()
+    assert math.isnan(report["loss"]) and report["n"] == report["updates"] == 0
+    trainer.add(*toy(21, seed=2, size=4))
+    report = trainer.train()
+    assert report["n"] == 21 and report["updates"] == 3 * 3  # 21 rows in three equal pieces, three times
+    trainer.add(*toy(500, seed=3, size=4))
+    report = trainer.train()
+    assert report["n"] == 200 and report["updates"] == MAX_MINIBATCHES
+
+
+@quick
+@given(sizes=st.lists(st.integers(0, 13), max_size=8))
+def test_buffer_keeps_the_newest(sizes: list[int]) -> None:
+    trainer = HeadTrainer(QualityHead(2, width=2), capacity=10)
+    states = torch.arange(2.0 * sum(sizes)).view(-1, 2)
+    labels = torch.arange(sum(sizes)) % 2
+    start = 0
+    for size in sizes:
+        assert trainer.add(states[start : start + size], labels[start : start + size]) == min(size, 10)
+        start += size
+    state = trainer.state_dict()
+    assert state["states"].equal(states[-10:]) and state["labels"].equal(labels[-10:].float())
+
+
+def test_buffer_refuses_what_is_not_a_sample() -> None:
+    """Non-finite states are left out (one would turn every weight to NaN); labels are verdicts (Q5)."""
+    trainer = HeadTrainer(QualityHead(4), capacity=8)
+    states, labels = toy(4, seed=4, size=4)
+    states[1, 2], states[3, 0] = math.nan, math.inf
+    assert trainer.add(states, labels) == 2 and math.isfinite(trainer.train()["loss"])
+    assert parameters(trainer.head).isfinite().all()
+    for bad in (torch.tensor([0.5] * 4), torch.tensor([math.nan] * 4), torch.ones(3)):
+        with pytest.raises(ValueError):
+            trainer.add(toy(4, seed=5, size=4)[0], bad)
+
+
+@pytest.mark.parametrize("capacity", [64, 300])
+def test_resume_is_exact(capacity: int) -> None:
+    """G23, G24: six rounds straight equal three, a file read with weights_only, and three; ring full or not."""
+
+    def rounds(trainer: HeadTrainer, steps: range) -> None:
+        for step in steps:
+            trainer.add(*toy(30, seed=step))
+            trainer.train()
+
+    straight, first = (HeadTrainer(QualityHead(16), batch_size=16, capacity=capacity, seed=3) for _ in range(2))
+    rounds(straight, range(6))
+    rounds(first, range(3))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    torch.manual_seed(99)
+    second = HeadTrainer(QualityHead(16, seed=8), batch_size=16, capacity=capacity, seed=4)
+    second.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    rounds(second, range(3, 6))
+    assert parameters(second.head).equal(parameters(straight.head))
+    assert second.state_dict()["states"].equal(straight.state_dict()["states"])
+    assert second.generator.get_state().equal(straight.generator.get_state())
+
+
+def test_resume_keeps_the_new_flags_and_refuses_damage() -> None:
+    """lr comes from the constructor, not from the file; a damaged generator is an error, not a warning."""
+    trainer = HeadTrainer(QualityHead(16), lr=1e-3, capacity=100)
+    trainer.add(*toy(90, seed=6))
+    trainer.train()
+    smaller = HeadTrainer(QualityHead(16), lr=0.5, weight_decay=0.3, capacity=40)
+    smaller.load_state_dict(trainer.state_dict())
+    group = smaller.optimizer.param_groups[0]
+    assert group["lr"] == 0.5 and group["weight_decay"] == 0.3
+    assert smaller.state_dict()["states"].equal(trainer.state_dict()["states"][-40:])
+    with pytest.raises((RuntimeError, TypeError)):
+        smaller.load_state_dict({**trainer.state_dict(), "generator": torch.zeros(3, dtype=torch.uint8)})
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def pairwise(data: list[tuple[int, int, int]]) -> float:
+    """AUC within groups by looking at every pair."""
+    wins = [(a > b) + (a == b) / 2 for a, y, g in data for b, z, h in data if y == 1 and z == 0 and g == h]
+    return sum(wins) / len(wins) if wins else math.nan
+
+
+@quick
+@given(data=rows)
+def test_auc_counts_pairs(data: list[tuple[int, int, int]]) -> None:
+    scores, labels, groups = torch.tensor(data).T
+    groups = groups * 1000 - 7  # ids are arbitrary
+    assert within_group_auc(scores / 5, labels, groups) == pytest.approx(pairwise(data), nan_ok=True)
+    assert auc(scores / 5, labels) == pytest.approx(pairwise([(s, y, 0) for s, y, _ in data]), nan_ok=True)
+
+
+@quick
+@given(data=rows)
+def test_spearman_is_pearson_on_mean_ranks(data: list[tuple[int, int, int]]) -> None:
+    def ranks(values: list[int]) -> list[float]:
+        return [sum(w < v for w in values) + (sum(w == v for w in values) + 1) / 2 for v in values]
+
+    scores, labels = [s for s, _, _ in data], [y for _, y, _ in data]
+    got = spearman(torch.tensor(scores), torch.tensor(labels))
+    if len(set(scores)) == 1 or len(set(labels)) == 1:
+        assert math.isnan(got)
+    else:
+        exact = torch.corrcoef(torch.tensor([ranks(scores), ranks(labels)], dtype=torch.float64))[0, 1].item()
+        assert got == pytest.approx(exact, abs=1e-9)
+
+
+def test_easy_prompts_are_not_good_rollouts() -> None:
+    """A head that knows only which prompt is easy: good over all rollouts, useless within groups."""
+    groups = torch.arange(8) // 4
+    labels = torch.tensor([1, 1, 1, 0, 0, 0, 0, 1])
+    scores = torch.tensor([0.8] * 4 + [0.3] * 4)
+    expected = {"auc": 0.75, "auc_within": 0.5, "accuracy": 0.75, "base_rate": 0.5, "spearman": 0.5}
+    assert head_metrics(scores, labels, groups) == pytest.approx(expected)
+
+
+def test_metrics_of_odd_input() -> None:
+    """Q6: one class, nothing at all, a NaN score: no exception; and logits are not taken for scores."""
+    one = head_metrics(torch.tensor([0.2, 0.9]), torch.ones(2), torch.zeros(2, dtype=torch.int64))
+    assert math.isnan(one["auc"]) and math.isnan(one["spearman"]) and one["base_rate"] == 1 and one["accuracy"] == 0.5
+    empty = head_metrics(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64))
+    assert all(math.isnan(value) for value in empty.values())
+    scores, labels = torch.tensor([0.9, math.nan, 0.1]), torch.tensor([1, 0, 0])
+    assert head_metrics(scores, labels, torch.tensor([0, 0, 0]))["auc"] == 1
+    with pytest.raises(ValueError, match="sigmoid"):
+        head_metrics(torch.tensor([3.0, -2.0]), torch.tensor([1, 0]), torch.tensor([0, 0]))
