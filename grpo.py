@@ -37,7 +37,7 @@ MAX_LOG_RATIO = 20.0  # bounds every exp below, before it is taken: after it, 0 
 
 @dataclass
 class Sequence:
-    """One surviving rollout; `sampler_logprobs[t]` is the log-prob at which response id t was sampled, at temperature."""
+    """One surviving rollout; `sampler_logprobs` are of its response ids, after temperature, as the sampler had them."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -48,7 +48,7 @@ class Sequence:
         if not self.prompt_ids or not self.response_ids:
             raise ValueError("a sequence needs at least one prompt id and one response id")
         if len(self.sampler_logprobs) != len(self.response_ids):
-            raise ValueError(f"{len(self.sampler_logprobs)} sampler log-probs for {len(self.response_ids)} response ids")
+            raise ValueError(f"{len(self.sampler_logprobs)} log-probs for {len(self.response_ids)} response ids")
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -145,7 +145,7 @@ class Policy(nn.Module):
         return torch.cat(logprobs), torch.cat(entropy)
 
     def _token_logprobs(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(C, H) and (C,) to (C,) and (C,). Checkpointed: the (C, V) logits are not kept, but made again in backward."""
+        """(C, H) and (C,) to (C,) and (C,). Checkpointed: the (C, V) logits are not kept, backward makes them again."""
         logits = self.model.lm_head(states).float() / self.temperature
         normaliser = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
@@ -420,7 +420,7 @@ class Learner:
         sums = tally.read()
         if sums["gap_max"] > max_gap:
             raise SamplerGapError(
-                f"the sampler's log-probs of its samples differ from the trainer's by {sums['gap_max']:.4g} nats at most"
+                f"the sampler's log-probs of its samples differ from the trainer's by up to {sums['gap_max']:.4g} nats"
                 f" and {sums['gap'] / sums['tokens']:.4g} on average ({sums['tokens']:.0f} tokens); the limit on the"
                 f" largest is {max_gap:.4g}. The sampler runs other weights than the trainer: the last weight sync"
                 " failed or missed a part (or temperature or precision differ). Nothing was updated."

@@ -1,0 +1,669 @@
+"""Laws of the learner, on small random Qwen3 and Llama models in float32.
+
+G and E numbers name faults known from other trainers; each test says in words what went wrong there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import grpo
+from grpo import Learner, LossConfig, Policy, SamplerGapError, Sequence, frozen_logprobs, group_advantages, k3
+from grpo import micro_batches, overlong_penalty, pad, shard, token_objective
+
+VOCAB = 50
+CPU = torch.device("cpu")
+NO_LIMIT = 1e9
+
+
+def make_model(kind: str = "qwen3", tied: bool = True, seed: int = 0, **changes: float) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, initializer_range=0.2) | changes
+    return Qwen3ForCausalLM(Qwen3Config(**sizes)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def make_sequences(count: int, seed: int = 0, vocab: int = VOCAB) -> list[Sequence]:
+    """Rows of random ids, id 0 (the pad id) included, with made-up sampler log-probs."""
+    rng = random.Random(seed)
+    sequences = []
+    for _ in range(count):
+        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 6))]
+        response = [rng.randrange(vocab) for _ in range(rng.randint(1, 14))]
+        sampler = [rng.uniform(-5, -3) for _ in response]
+        sequences.append(Sequence(prompt, response, rng.choice([-1.3, -0.4, 0.6, 1.1]), sampler))
+    return sequences
+
+
+def make_learner(policy: Policy, config: LossConfig = LossConfig(), minibatches: int = 1, **changes: object) -> Learner:
+    arguments = dict(lr=1e-3, warmup_steps=2, weight_decay=0.1, betas=(0.9, 0.999), grad_clip=1e9, token_budget=60)
+    return Learner(policy, config, minibatches=minibatches, **(arguments | changes))
+
+
+def weights(learner: Learner) -> list[Tensor]:
+    return [p.detach().clone() for p in learner.policy.parameters()]
+
+
+def optimizer_state(learner: Learner) -> list[Tensor]:
+    return [value.clone() for state in learner.optimizer.state.values() for value in state.values()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+def watch_gradients(learner: Learner) -> list[list[Tensor]]:
+    """The list fills with the gradients that each optimizer step is given."""
+    seen: list[list[Tensor]] = []
+
+    def note(*_: object) -> None:
+        grads = [p.grad for p in learner.policy.parameters()]
+        seen.append([g.full_tensor() if isinstance(g, torch.distributed.tensor.DTensor) else g.clone() for g in grads])
+
+    learner.optimizer.register_step_pre_hook(note)
+    return seen
+
+
+def dense_logprobs(model: PreTrainedModel, sequence: Sequence, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies the plain way: one row, all logits, log_softmax."""
+    ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
+    every = F.log_softmax(model(ids).logits[0, len(sequence.prompt_ids) - 1 : -1] / temperature, dim=-1)
+    entropy = -(every.exp() * every).sum(-1)
+    return every.gather(-1, torch.tensor(sequence.response_ids)[:, None])[:, 0], entropy
+
+
+# Rewards to advantages
+
+
+def test_advantages_of_ragged_groups_by_hand() -> None:
+    """G1, G6, G7: groups of 3, 1, 0 and 5, not sorted; a group of one and one of equal rewards give exactly 0."""
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+    groups = torch.tensor([0, 3, 0, 1, 3, 3, 3, 0, 3])
+    mean, std = 0.4, math.sqrt((2 * 0.6**2 + 3 * 0.4**2) / 4)
+    high, low = (1 - mean) / std, -mean / std
+    expected = torch.tensor([0.57735, high, -1.1547, 0.0, low, low, high, 0.57735, low])
+    advantages = group_advantages(rewards, groups)
+    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=0)
+    assert advantages.dtype == torch.float32 and advantages[3] == 0
+
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(group_advantages(rewards[order], groups[order]), advantages[order])
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:
+    """G1: a lone survivor must not turn into NaN, nor a rounding error in the mean of 0.1s into a signal."""
+    advantages = group_advantages(torch.full((count,), reward), torch.zeros(count, dtype=torch.int64))
+    assert torch.equal(advantages, torch.zeros(count))
+
+
+def test_the_same_prompt_twice_is_two_groups() -> None:
+    """G6: [1, 1, 0] and [0, 0, 0] of one prompt text, drawn twice in a batch, share no mean."""
+    advantages = group_advantages(torch.tensor([1.0, 1, 0, 0, 0, 0]), torch.tensor([4, 4, 4, 9, 9, 9]))
+    torch.testing.assert_close(advantages, torch.tensor([0.57735, 0.57735, -1.1547, 0, 0, 0]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("placeholder", [0.0, 1.0, math.nan])
+def test_pruned_rows_have_no_part_in_the_baseline(placeholder: float) -> None:
+    """G3: survivors [1, 0, 0] of a group of four, whatever stands in the pruned row's place."""
+    rewards, kept = torch.tensor([1.0, 0.0, placeholder, 0.0]), torch.tensor([True, True, False, True])
+    advantages = group_advantages(rewards[kept], torch.zeros(4, dtype=torch.int64)[kept])
+    torch.testing.assert_close(advantages, torch.tensor([1.1547, -0.57735, -0.57735]), atol=1e-5, rtol=0)
+
+
+def test_no_survivors_give_no_advantages() -> None:
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(-2, 4), st.sampled_from([0.0, 0.25, 1.0])), min_size=1, max_size=20))
+def test_advantages_equal_a_loop_over_groups(rows: list[tuple[int, float]]) -> None:
+    """G7: no group size is special."""
+    groups, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
+    expected = torch.zeros(len(rows))
+    for group in groups.unique():
+        members = rewards[groups == group]
+        if len(members) > 1 and members.std() > 0:
+            expected[groups == group] = (members - members.mean()) / (members.std() + 1e-6)
+    torch.testing.assert_close(group_advantages(rewards, groups), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_overlong_penalty_is_dapos() -> None:
+    """DAPO's Eq. 13 with a longest response of 100 and a cache of 20."""
+    penalty = overlong_penalty(torch.tensor([1, 80, 81, 90, 99, 100, 101]), 100, 20)
+    torch.testing.assert_close(penalty, torch.tensor([0.0, 0.0, -0.05, -0.5, -0.95, -1.0, -1.0]))
+    for cache in (0, 101):
+        with pytest.raises(ValueError, match="1..100"):
+            overlong_penalty(torch.tensor([1]), 100, cache)
+
+
+# Rows to micro-batches
+
+
+@pytest.mark.parametrize(("rows", "batches"), [(0, 0), (1, 1), (7, 2), (13, 4)])
+def test_any_number_of_survivors_is_split_whole(rows: int, batches: int) -> None:
+    """G28: nothing is trimmed to a multiple of anything; four rows fit here."""
+    parts = micro_batches([10] * rows, 40)
+    assert len(parts) == batches and sorted(sum(parts, [])) == list(range(rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=25), st.integers(1, 100))
+def test_micro_batches_keep_to_the_budget(lengths: list[int], budget: int) -> None:
+    parts = micro_batches(lengths, budget)
+    assert sorted(sum(parts, [])) == list(range(len(lengths)))
+    assert all(len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget for part in parts)
+
+
+def test_lengths_not_ids_say_what_is_padding() -> None:
+    """G12: responses [5, 6, 0] and [0], the pad id being 0: 3 tokens and 1 token count."""
+    sequences = [Sequence([3], [5, 6, 0], 1.0, [0.0] * 3), Sequence([3, 0], [0], 1.0, [0.0])]
+    input_ids, prompt_lengths, lengths = pad(sequences)
+    assert input_ids.tolist() == [[3, 5, 6, 0], [3, 0, 0, 0]]
+    assert prompt_lengths.tolist() == [1, 2] and lengths.tolist() == [4, 3]
+    logprobs, _ = Policy(make_model(), 1.0)(input_ids, prompt_lengths, lengths)
+    expected = torch.cat([dense_logprobs(make_model(), s)[0] for s in sequences])
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("prompt", "response", "sampler"), [([], [1], [0.0]), ([1], [], []), ([1], [1, 2], [0.0])])
+def test_malformed_sequences_are_refused(prompt: list[int], response: list[int], sampler: list[float]) -> None:
+    with pytest.raises(ValueError):
+        Sequence(prompt, response, 1.0, sampler)
+
+
+# Log-probs
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_chunked_equals_dense(kind: str, tied: bool) -> None:
+    """G26, G15: chunks of 1, 7 and all tokens give the dense log-probs, entropies and gradients, at temperature 0.7."""
+    sequences, dense = make_sequences(5), make_model(kind, tied)
+    pairs = [dense_logprobs(dense, s, 0.7) for s in sequences]
+    logprobs, entropies = (torch.cat(values) for values in zip(*pairs))
+    share = torch.linspace(-1, 1, len(logprobs)) / len(logprobs)
+    (logprobs * share).sum().backward()
+    for chunk in (1, 7, 1000):
+        policy = Policy(make_model(kind, tied), 0.7, chunk)
+        got, entropy = policy(*pad(sequences))
+        (got * share).sum().backward()
+        torch.testing.assert_close(got, logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, entropies, atol=1e-5, rtol=0)
+        assert got.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
+        for ours, theirs in zip(policy.model.parameters(), dense.parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+
+
+class LargestFloat(TorchDispatchMode):
+    """Notes the size of the largest floating-point tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (torch's own protocol)
+        output = func(*args, **(kwargs or {}))
+        for value in output if isinstance(output, (tuple, list)) else [output]:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self.elements = max(self.elements, value.numel())
+        return output
+
+
+def test_logits_never_exist_as_a_whole() -> None:
+    """G26: forward and backward make nothing larger than a chunk of logits or the embedding itself."""
+    vocab, chunk, hidden = 2000, 7, 16
+    sequences = make_sequences(6, vocab=vocab)
+    policy = Policy(make_model(vocab_size=vocab, hidden_size=hidden), 1.0, chunk)
+    input_ids, *rest = pad(sequences)
+    with LargestFloat() as largest:
+        policy(input_ids, *rest)[0].sum().backward()
+    assert chunk * vocab <= largest.elements <= max(chunk, hidden) * vocab < input_ids.numel() * vocab
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Notes the mask and causal flag of every attention call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[bool, bool]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (torch's own protocol)
+        if func is F.scaled_dot_product_attention:
+            self.calls.append((kwargs["attn_mask"] is None, kwargs["is_causal"]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_no_attention_mask_is_built(kind: str) -> None:
+    """The fast causal kernel is the one that runs, in rows of unequal length."""
+    with AttentionCalls() as attention:
+        Policy(make_model(kind), 1.0)(*pad(make_sequences(4)))
+    assert attention.calls == [(True, True)] * 2
+
+
+def test_neighbours_and_padding_do_not_matter() -> None:
+    """G13: a row of 5 alone and beside one of 12; and other ids in the padding."""
+    policy = Policy(make_model(), 1.0)
+    short, long = Sequence([1, 2], [3, 4, 5], 1.0, [0.0] * 3), Sequence([6] * 4, list(range(7, 15)), 1.0, [0.0] * 8)
+    alone, _ = policy(*pad([short]))
+    input_ids, prompt_lengths, lengths = pad([short, long])
+    together, _ = policy(input_ids, prompt_lengths, lengths)
+    torch.testing.assert_close(together[:3], alone, atol=1e-5, rtol=0)
+    input_ids[0, 5:] = 33
+    assert torch.equal(policy(input_ids, prompt_lengths, lengths)[0], together)
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, -0.5514), (0.5, -0.2395)])
+def test_temperature_divides_the_logits(temperature: float, expected: float) -> None:
+    """G15: logits [1, 0, 0]; dividing log-probs instead would give -1.1 at temperature 0.5."""
+    model = make_model("llama", tied=False, vocab_size=3)
+    with torch.no_grad():
+        state = model.model(torch.tensor([[1]])).last_hidden_state[0, 0]
+        model.lm_head.weight.zero_()[0] = state / state.square().sum()
+    logprobs, _ = Policy(model, temperature)(*pad([Sequence([1], [0], 1.0, [0.0])]))
+    assert logprobs.item() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_training_at_temperature_zero_is_refused(temperature: float) -> None:
+    """G16: a division by zero must not become an infinite log-prob."""
+    with pytest.raises(ValueError, match="temperature above 0"):
+        Policy(make_model(), temperature)
+
+
+# Losses
+
+
+def test_clip_branches() -> None:
+    """G20, by hand, with clip 0.2 / 0.28: the min is pessimistic, and the masks say where the gradient is cut off."""
+    ratio = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.25, 0.85])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, -2.0])
+    logprobs = ratio.log().requires_grad_()
+    loss, low, high = token_objective(logprobs, torch.zeros(6), advantages, 0.2, 0.28)
+    torch.testing.assert_close(loss, torch.tensor([-1.28, -0.5, 1.5, 0.8, -2.5, 1.7]))
+    assert low.tolist() == [False, False, False, True, False, False]
+    assert high.tolist() == [True, False, False, False, False, False]
+    loss.sum().backward()
+    torch.testing.assert_close(logprobs.grad, torch.where(low | high, 0.0, -ratio * advantages))
+
+
+def test_k3_by_hand_and_bounded() -> None:
+    """G17: exp(d) - d - 1; far apart, value and gradient stay finite; and so does the ratio of the surrogate."""
+    difference = torch.tensor([0.1, 0.0, 20.0, 100.0, -100.0, 1e4, -1e4])
+    logprobs = torch.zeros(7, requires_grad=True)
+    kl = k3(logprobs, difference)
+    kl.sum().backward()
+    assert kl[0].item() == pytest.approx(0.0051709, abs=1e-7) and kl[1] == 0 and kl[4].item() == pytest.approx(99)
+    assert kl.isfinite().all() and logprobs.grad.isfinite().all()
+
+    logprobs = difference.clone().requires_grad_()
+    loss, _, _ = token_objective(logprobs, torch.zeros(7), -torch.ones(7), 0.2, 0.2)
+    loss.sum().backward()
+    assert loss.isfinite().all() and logprobs.grad.isfinite().all()
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    with pytest.raises(ValueError, match="grpo or dapo"):
+        LossConfig(algo="ppo")  # type: ignore[arg-type]
+
+
+# The optimizer step
+
+
+def dense_loss(
+    model: PreTrainedModel, reference: PreTrainedModel, sequences: list[Sequence], config: LossConfig
+) -> Tensor:
+    """The first step's loss written out row by row; r = 1 in value, d log pi in gradient."""
+    rows = []
+    for s in sequences:
+        logprobs, _ = dense_logprobs(model, s)
+        loss = -s.advantage * (logprobs - logprobs.detach()).exp()
+        if config.tis_cap is not None:
+            loss = loss * (logprobs.detach() - torch.tensor(s.sampler_logprobs)).exp().clamp(max=config.tis_cap)
+        if config.beta > 0:
+            difference = dense_logprobs(reference, s)[0].detach() - logprobs
+            loss = loss + config.beta * (difference.exp() - difference - 1)
+        rows.append(loss)
+    return torch.cat(rows).mean() if config.algo == "dapo" else torch.stack([row.mean() for row in rows]).mean()
+
+
+CONFIGS = [LossConfig("grpo"), LossConfig("dapo", clip_high=0.28), LossConfig("grpo", beta=0.3, tis_cap=1.5)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["grpo", "dapo", "grpo-kl-tis"])
+def test_loss_and_gradients_do_not_depend_on_the_split(config: LossConfig) -> None:
+    """G8: every token budget and row order gives the loss and gradients of the whole batch, written out plainly."""
+    sequences, dense, other = make_sequences(9), make_model(), make_model(seed=1)
+    expected = dense_loss(dense, other, sequences, config)
+    expected.backward()
+    for budget, order in ((1, 0), (30, 1), (50, 2), (10_000, 3)):
+        reference = Policy(make_model(seed=1), 1.0) if config.beta > 0 else None
+        learner = make_learner(Policy(make_model(), 1.0, 16), config, token_budget=budget, reference=reference)
+        seen = watch_gradients(learner)
+        metrics = learner.update(random.Random(order).sample(sequences, 9), NO_LIMIT)
+        assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-6)
+        assert ("kl" in metrics) == (config.beta > 0)
+        for ours, parameter in zip(seen[0], dense.parameters()):
+            torch.testing.assert_close(ours, parameter.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("algo", "expected"), [("dapo", 0.1), ("grpo", 0.5)])
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_one_token_against_nine(algo: str, expected: float, budget: int) -> None:
+    """G8: a token of loss 1 in one micro-batch and nine of loss 0 in the other: 0.1 over tokens, 0.5 over responses."""
+    sequences = [Sequence([1], [2], -1.0, [0.0]), Sequence([1], [3] * 9, 0.0, [0.0] * 9)]
+    learner = make_learner(Policy(make_model(), 1.0), LossConfig(algo), token_budget=budget)
+    assert learner.update(sequences, NO_LIMIT)["loss"] == pytest.approx(expected, abs=1e-7)
+
+
+def test_one_step_needs_no_separate_pass() -> None:
+    """With one step the policy is the one that sampled: ratio 1, nothing clipped, no log-prob pass."""
+    metrics = make_learner(Policy(make_model(), 1.0)).update(make_sequences(6), NO_LIMIT)
+    assert metrics["logprob_s"] == 0 and metrics["clip_low"] == metrics["clip_high"] == 0
+    assert metrics["optimizer_steps"] == 1 and metrics["update_s"] > 0 and metrics["grad_norm"] > 0
+
+
+def test_old_logprobs_are_frozen_for_all_steps_of_a_batch() -> None:
+    """G20: in the second step the ratio has moved, and tokens are clipped; the gap is still that of the policy that
+    sampled."""
+    sequences = make_sequences(8)
+    learner = make_learner(Policy(make_model(), 1.0), minibatches=2, lr=0.05)
+    first, metrics = weights(learner), learner.update(sequences, NO_LIMIT)
+    assert metrics["optimizer_steps"] == 2 and metrics["logprob_s"] > 0 and not same(first, weights(learner))
+    assert metrics["clip_low"] + metrics["clip_high"] > 0
+    with torch.no_grad():
+        pairs = [dense_logprobs(make_model(), s) for s in sequences]
+    logprobs, entropy = (torch.cat(values) for values in zip(*pairs))
+    gap = (logprobs - torch.tensor(sum((s.sampler_logprobs for s in sequences), []))).abs()
+    assert metrics["gap_mean"] == pytest.approx(gap.mean().item(), abs=1e-5)
+    assert metrics["gap_max"] == pytest.approx(gap.max().item(), abs=1e-5)
+    assert metrics["entropy"] == pytest.approx(entropy.mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 7, 13])
+def test_any_number_of_survivors_in_four_steps(rows: int) -> None:
+    """G28: fewer rows than steps, or a number that four does not divide: each row is learnt from once."""
+    sequences = make_sequences(rows)
+    learner = make_learner(Policy(make_model(), 1.0), minibatches=4)
+    plan, _ = learner._plan(sequences)
+    used = [batch.sampler_logprobs for batches in plan for batch in batches]
+    assert sorted(torch.cat(used).tolist() if used else []) == sorted(
+        torch.tensor(sum((s.sampler_logprobs for s in sequences), [])).tolist()
+    )
+    metrics = learner.update(sequences, NO_LIMIT)
+    assert metrics["optimizer_steps"] == min(rows, 4) and metrics["skipped"] == 4 - min(rows, 4)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("empty", [False, True])
+def test_dead_groups_move_nothing(minibatches: int, empty: bool) -> None:
+    """G11, G27: after a real step momentum is there; a batch without any signal, or without any row, then leaves
+    weights and optimizer bitwise as they are, and training goes on."""
+    learner = make_learner(Policy(make_model(), 1.0), minibatches=minibatches)
+    learner.update(make_sequences(6), NO_LIMIT)
+    before, moments, lr = weights(learner), optimizer_state(learner), learner.scheduler.get_last_lr()
+    rows = [] if empty else make_sequences(6, 1)
+    dead = [Sequence(s.prompt_ids, s.response_ids, 0.0, s.sampler_logprobs) for s in rows]
+    metrics = learner.update(dead, NO_LIMIT)
+    assert metrics["skipped"] == minibatches and metrics["optimizer_steps"] == 0
+    assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
+    assert lr == learner.scheduler.get_last_lr()
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert (metrics["gap_max"] > 0) == (not empty)
+    assert learner.update(make_sequences(6), NO_LIMIT)["optimizer_steps"] == minibatches
+
+
+def test_dead_groups_still_feel_the_kl() -> None:
+    """G27: with beta > 0 a batch without reward signal has a gradient all the same."""
+    reference = Policy(make_model(seed=1), 1.0)
+    learner = make_learner(Policy(make_model(), 1.0), LossConfig(beta=0.1), reference=reference)
+    before, frozen = weights(learner), [p.clone() for p in reference.parameters()]
+    metrics = learner.update([Sequence([1], [2, 3], 0.0, [-3.0, -3.0])], NO_LIMIT)
+    assert metrics["optimizer_steps"] == 1 and metrics["kl"] > 0 and not same(before, weights(learner))
+    assert same(frozen, list(reference.parameters())) and all(p.grad is None for p in reference.parameters())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    learner = make_learner(Policy(make_model(), 1.0))
+    learner.update(make_sequences(4), NO_LIMIT)
+    before, moments = weights(learner), optimizer_state(learner)
+    metrics = learner.update([Sequence([1], [2, 3], math.inf, [-3.0, -3.0])], NO_LIMIT)
+    assert metrics["nonfinite"] == 1 and metrics["optimizer_steps"] == metrics["skipped"] == 0
+    assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
+    assert learner.update(make_sequences(4), NO_LIMIT)["optimizer_steps"] == 1
+
+
+def sampled_by(policy: Policy, sequences: list[Sequence]) -> list[Sequence]:
+    """The same rows with the policy's own log-probs as the sampler's."""
+    logprobs = [frozen_logprobs(policy, pad([s]))[0].tolist() for s in sequences]
+    return [Sequence(s.prompt_ids, s.response_ids, s.advantage, own) for s, own in zip(sequences, logprobs)]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_samples_of_other_weights_stop_the_run(minibatches: int) -> None:
+    """A stale sampler is caught before any step; a faithful one shows a gap of rounding errors only."""
+    learner = make_learner(Policy(make_model(), 1.0), minibatches=minibatches, lr=0.01)
+    sequences = sampled_by(learner.policy, make_sequences(6))
+    assert learner.update(sequences, max_gap=1e-4)["gap_max"] < 1e-5
+    before, moments = weights(learner), optimizer_state(learner)
+    with pytest.raises(SamplerGapError, match=r"differ .* up to .* on average .* limit .* 0\.0001.*weight sync"):
+        learner.update(sequences, max_gap=1e-4)
+    assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
+    assert all(p.grad is None for p in learner.policy.parameters())
+    assert learner.update(sampled_by(learner.policy, sequences), max_gap=1e-4)["optimizer_steps"] == minibatches
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_a_logprob_that_is_no_number_is_a_gap(broken: float) -> None:
+    """E27: NaN compares false with every limit, and must not slip under one; dead groups are checked as well."""
+    learner = make_learner(Policy(make_model(), 1.0))
+    for advantage in (1.0, 0.0):
+        with pytest.raises(SamplerGapError):
+            learner.update([Sequence([1], [2, 3], advantage, [-3.0, broken])], max_gap=100.0)
+
+
+def test_bfloat16_weights_are_refused_and_float32_ones_move() -> None:
+    """G18: at lr 1e-6, 100 steps of gradient 1 move a weight of 0.02 by 1e-4; in bfloat16 each step would be lost."""
+    with pytest.raises(ValueError, match="float32"):
+        make_learner(Policy(make_model().bfloat16(), 1.0))
+    learner = make_learner(Policy(make_model(), 1.0), lr=1e-6, weight_decay=0.0, warmup_steps=0)
+    parameters = list(learner.policy.parameters())
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(0.02)
+    for _ in range(100):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        learner.optimizer.step()
+    moved = torch.cat([(0.02 - p.detach()).flatten() for p in parameters])
+    assert ((moved - 1e-4).abs() < 2e-6).double().mean() > 0.9
+
+
+def test_warm_up_then_constant() -> None:
+    learner = make_learner(Policy(make_model(), 1.0), lr=8.0e-6, warmup_steps=4)
+    rates = [learner.update(make_sequences(2), NO_LIMIT)["lr"] for _ in range(6)]
+    assert rates == pytest.approx([2e-6, 4e-6, 6e-6, 8e-6, 8e-6, 8e-6])
+
+
+def test_kl_needs_a_reference() -> None:
+    with pytest.raises(ValueError, match="reference"):
+        make_learner(Policy(make_model(), 1.0), LossConfig(beta=0.1))
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_resumed_learner_takes_the_same_steps(steps: int, tied: bool, tmp_path: Path) -> None:
+    """G23, G24: bitwise, also from before the first step; and the file loads with weights_only."""
+    straight = make_learner(Policy(make_model(tied=tied), 1.0), warmup_steps=5)
+    assert same(weights(straight), list(make_model(tied=tied).parameters()))
+    for step in range(steps):
+        straight.update(make_sequences(5, step), NO_LIMIT)
+    torch.save(straight.state_dict(), tmp_path / "learner.pt")
+    resumed = make_learner(Policy(make_model(tied=tied, seed=3), 1.0), warmup_steps=5)
+    resumed.load_state_dict(torch.load(tmp_path / "learner.pt", weights_only=True))
+    for step in range(steps, steps + 2):
+        metrics = [learner.update(make_sequences(5, step), NO_LIMIT) for learner in (straight, resumed)]
+        assert all(metrics[0][name] == metrics[1][name] for name in ("loss", "grad_norm", "lr"))
+    assert same(weights(straight), weights(resumed)) and same(optimizer_state(straight), optimizer_state(resumed))
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    other = make_learner(Policy(make_model(num_hidden_layers=1), 1.0))
+    with pytest.raises(Exception, match="layers.1"):
+        make_learner(Policy(make_model(), 1.0)).load_state_dict(other.state_dict())
+
+
+# FSDP
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def full(parameters: Iterator[Tensor]) -> list[Tensor]:
+    return [p.detach().full_tensor() for p in parameters]
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_rank_of_fsdp_equals_the_plain_module(one_rank: None, tied: bool, gradient_checkpointing: bool) -> None:
+    plain = make_learner(Policy(make_model(tied=tied), 1.0, 16), minibatches=2, grad_clip=0.1)
+    policy = shard(Policy(make_model(tied=tied), 1.0, 16), CPU, gradient_checkpointing)
+    sharded = make_learner(policy, minibatches=2, grad_clip=0.1)
+    for step in range(3):
+        left, right = (learner.update(make_sequences(7, step), NO_LIMIT) for learner in (plain, sharded))
+        for name in ("loss", "grad_norm", "entropy", "gap_max"):
+            assert left[name] == pytest.approx(right[name], abs=1e-6)
+    assert left["grad_norm"] > 0.1
+    for ours, theirs in zip(weights(plain), full(policy.parameters())):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+def test_gradient_checkpointing_repeats_layers_without_dropout(one_rank: None) -> None:
+    """The layers run again in backward, and dropout stays off, or old and new log-probs would be of two networks."""
+    policy = shard(Policy(make_model("llama", attention_dropout=0.5), 1.0), CPU, gradient_checkpointing=True)
+    runs: list[int] = []
+    policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    first, _ = policy(*pad(make_sequences(3)))
+    first.sum().backward()
+    assert len(runs) == 2
+    assert torch.equal(policy(*pad(make_sequences(3)))[0], first)
+
+
+def test_a_pass_without_gradient_leaves_no_stale_copy(one_rank: None) -> None:
+    """After it, weights that are set are the ones the next pass computes with, and parameters read as shards."""
+    policy = shard(Policy(make_model(), 1.0), CPU)
+    inputs = pad(make_sequences(3))
+    before, _ = frozen_logprobs(policy, inputs)
+    assert all(isinstance(p, dist.tensor.DTensor) for p in policy.parameters())
+    with torch.no_grad():
+        policy.model.model.embed_tokens.weight.mul_(0.5)
+    after, _ = frozen_logprobs(policy, inputs)
+    scaled = make_model()
+    with torch.no_grad():
+        scaled.model.embed_tokens.weight.mul_(0.5)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, Policy(scaled, 1.0)(*inputs)[0], atol=1e-5, rtol=0)
+
+
+def test_sharded_checkpoint_resumes_bitwise(one_rank: None, tmp_path: Path) -> None:
+    """G23: through torch.distributed.checkpoint."""
+    straight = make_learner(shard(Policy(make_model(), 1.0), CPU))
+    straight.update(make_sequences(5), NO_LIMIT)
+    dcp.save({"learner": straight}, checkpoint_id=tmp_path / "saved")
+    resumed = make_learner(shard(Policy(make_model(seed=3), 1.0), CPU))
+    dcp.load({"learner": resumed}, checkpoint_id=tmp_path / "saved")
+    rates = [learner.update(make_sequences(5, 1), NO_LIMIT)["lr"] for learner in (straight, resumed)]
+    assert rates[0] == rates[1] == 1e-3
+    assert same(full(straight.policy.parameters()), full(resumed.policy.parameters()))
+
+
+SHARES = ((5, 1), (3, 0))
+
+
+def two_ranks(rank: int, folder: str) -> None:
+    """One rank of `test_two_ranks_equal_one_process`; leaves what it saw in `folder`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for case, shares in enumerate(SHARES):
+        rows = make_sequences(sum(shares), seed=case)
+        mine = rows[: shares[0]] if rank == 0 else rows[shares[0] :]
+        reference = shard(Policy(make_model(seed=1), 1.0), CPU)
+        policy = shard(Policy(make_model(), 1.0), CPU, gradient_checkpointing=case == 1)
+        config = LossConfig("dapo" if case else "grpo", beta=0.1)
+        learner = make_learner(policy, config, reference=reference, token_budget=30)
+        seen = watch_gradients(learner)
+        metrics = learner.update(mine, NO_LIMIT)
+        learner.minibatches = 4  # more steps than some rank has rows
+        later = learner.update(mine, NO_LIMIT)
+        try:
+            learner.update([Sequence([1], [2], 1.0, [-99.0])] if rank == 0 else [], max_gap=10.0)
+            stopped = False
+        except SamplerGapError:
+            stopped = True
+        result = {"gradients": seen[0], "metrics": metrics, "later": later, "stopped": stopped}
+        torch.save(result, f"{folder}/{case}-{rank}.pt")
+    try:
+        make_learner(Policy(make_model(), 1.0))
+    except ValueError:
+        torch.save(True, f"{folder}/refused-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
+    """G21: shares of 5 and 1, and of 3 and 0 rows: nobody hangs, gradients and metrics are those of one process, and a
+    gap that one rank sees stops both."""
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=two_ranks, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    stuck = [process for process in ranks if process.is_alive()]
+    for process in stuck:
+        process.kill()
+    assert not stuck and [process.exitcode for process in ranks] == [0, 0]
+    for case, shares in enumerate(SHARES):
+        config, reference = LossConfig("dapo" if case else "grpo", beta=0.1), Policy(make_model(seed=1), 1.0)
+        learner = make_learner(Policy(make_model(), 1.0), config, reference=reference)
+        seen = watch_gradients(learner)
+        expected = learner.update(make_sequences(sum(shares), seed=case), NO_LIMIT)
+        results = [torch.load(tmp_path / f"{case}-{rank}.pt") for rank in range(2)]
+        for result in results:
+            assert result["stopped"]
+            for ours, single in zip(result["gradients"], seen[0]):
+                torch.testing.assert_close(ours, single, atol=1e-6, rtol=1e-5)
+            for name in expected.keys() - {"logprob_s", "update_s"}:
+                assert result["metrics"][name] == pytest.approx(expected[name], abs=1e-6), name
+            assert result["later"]["optimizer_steps"] == min(4, shares[0])
+        assert results[0]["later"]["loss"] == results[1]["later"]["loss"]
+    assert all((tmp_path / f"refused-{rank}.pt").exists() for rank in range(2))
+
+
+def test_doctests_of_the_module() -> None:
+    import doctest
+
+    assert doctest.testmod(grpo).failed == 0
