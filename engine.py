@@ -14,6 +14,7 @@ This is the only file that imports vLLM.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -93,6 +94,7 @@ class Engine:
         if self.on_gpu and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             raise ValueError("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps a sleeping engine from freeing memory: unset it")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what it says before it reads the variable
         if not self.on_gpu:
             # One OpenMP pool for sampler and trainer, on the cores this process may use: vLLM would pin threads of its own.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -155,7 +157,7 @@ class Engine:
                 for _ in range(samples):
                     rollouts.append(Rollout(group))
                     live[self._add(prompt, sampling)] = rollouts[-1]
-            with tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not progress) as bar:
+            with tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=None if progress else True) as bar:
                 while self.engine.has_unfinished_requests():
                     self._rows = None
                     finished = self._collect(self.engine.step(), live)

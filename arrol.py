@@ -1,0 +1,461 @@
+"""ARRoL: RLVR that prunes rollouts while they are generated (arXiv 2603.24840). The method and the program.
+
+    python arrol.py                                  the embedded model, on a CPU, in minutes
+    python arrol.py --model Qwen/Qwen3-1.7B-Base     a real one, on a GPU
+
+One training step (Algorithm 1), read from `Trainer.step`:
+
+    prompts -> engine.generate -> rollouts -> grade the survivors -> advantages -> policy update
+                 |  ^                |                 |
+           state |  | keep?          | states, scores, labels -> head + calibration update
+                 v  |
+               Pruner: head -> posterior -> survival probability -> draw
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from args import Args, fail, parse
+
+if __name__ == "__main__":
+    ARGS = parse(sys.argv[1:])  # before the imports below, which take seconds: a bad flag fails at once
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+import checkpoint
+import data
+from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece, survival_probability, tilt_group, tilt_printed
+from engine import Decision, Engine, NothingScored, Rollout, Sampling
+from grpo import Learner, LossConfig, Policy, SamplerGapError, Sequence, group_advantages, overlong_penalty, shard
+from quality_head import HeadTrainer, QualityHead, head_metrics
+from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
+
+
+class Pruner:
+    """The method: hidden state -> score s' -> posterior q -> survival probability p -> keep or drop (Sec. 4.2, App. A.4).
+
+    `--prune random` is the same object with p = κ: its head learns and is measured, and decides nothing.
+    One object per run; `begin` is called before each generation, `decide` by the engine, `learn` after grading.
+    """
+
+    def __init__(self, args: Args, hidden_size: int) -> None:
+        self.args = args
+        self.head = QualityHead(hidden_size, args.head_width, seed=args.seed)
+        self.trainer = HeadTrainer(self.head, args.head_lr, passes=args.head_passes, capacity=args.head_buffer, seed=args.seed)
+        self.calibrator = Calibrator(args.bins, args.alpha, args.window)
+        self.generator = torch.Generator().manual_seed(args.seed)  # never the global one: the engine reseeds that
+        self.active = False
+
+    def begin(self, step: int) -> None:
+        """Start a generation of training step `step` (from 1). Nothing is pruned in the cold start or at κ = 1."""
+        self.active = self.args.keep_ratio < 1 and step > self.args.cold_start and self.calibrator.ready
+        self.draw = SystematicDraw(self.generator)
+        self.alive: dict[int, int] = defaultdict(lambda: self.args.group_size)
+        self.posteriors, self.groups = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+
+    @torch.no_grad()
+    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
+        """Decisions on rollouts that just reached L_detect: `states` (N, hidden), `groups` (N)."""
+        scores, group = self.head(states).sigmoid(), torch.tensor(groups)
+        q = self.calibrator.posterior(scores)
+        p = self._survival(q, group) if self.active else torch.ones(len(groups), dtype=torch.float64)
+        keep = self.draw(p, group) if self.args.survival == "systematic" else draw_bernoulli(p, self.generator)
+        return [self._decision(*row) for row in zip(groups, keep.tolist(), scores.tolist(), q.tolist(), p.tolist())]
+
+    def _survival(self, q: Tensor, group: Tensor) -> Tensor:
+        a = self.args
+        if a.prune == "random":
+            return torch.full_like(q, a.keep_ratio)
+        if a.tilt == "printed":
+            tilt = tilt_printed(q, a.balance, a.positive_target)
+        else:  # a group's mean is over all its members that have arrived so far
+            self.posteriors, self.groups = torch.cat([self.posteriors, q]), torch.cat([self.groups, group])
+            tilt = tilt_group(self.posteriors, self.groups, a.keep_ratio, a.balance, a.positive_target)[-len(q):]
+        bias = self.calibrator.bias(a.tilt, a.keep_ratio, a.balance, a.positive_target, a.p_min, a.p_max)
+        return survival_probability(tilt, bias, a.keep_ratio, a.p_min, a.p_max)
+
+    def _decision(self, group: int, keep: bool, score: float, q: float, p: float) -> Decision:
+        keep = keep or self.alive[group] <= self.args.min_survivors
+        self.alive[group] -= not keep
+        return Decision(keep, score, q, p)
+
+    def learn(self, rollouts: list[Rollout], labels: list[float | None]) -> Metrics:
+        """Update head and windows from all rollouts of a step; a label is None for those pruned or not judged.
+
+        The metrics compare each score with the label that came after it: the head has not seen these rollouts yet.
+        """
+        scored = [(r, y) for r, y in zip(rollouts, labels) if r.detect_state is not None]
+        known = [(r, y) for r, y in scored if y is not None]
+        metrics: Metrics = {}
+        if known:
+            scores, truth = torch.tensor([r.score for r, _ in known]), torch.tensor([y for _, y in known])
+            group = torch.tensor([r.group for r, _ in known])
+            metrics = {f"head_{name}": value for name, value in head_metrics(scores, truth, group).items()}
+            metrics["ece"] = ece(torch.tensor([r.posterior for r, _ in known]), truth)
+            self.calibrator.label(scores, truth)
+            self.trainer.add(torch.stack([r.detect_state for r, _ in known]), truth)
+        if self.args.head_states == "both":
+            ended = [(r.last_state, y) for r, y in zip(rollouts, labels) if r.last_state is not None and y is not None]
+            if ended:
+                self.trainer.add(torch.stack([state for state, _ in ended]), torch.tensor([y for _, y in ended]))
+        if scored:
+            self.calibrator.observe(torch.tensor([r.score for r, _ in scored]), torch.tensor([r.group for r, _ in scored]))
+        metrics["head_loss"] = self.trainer.train()["loss"]
+        return metrics | {"prior": self.calibrator.prior, "scores_rejected": float(self.calibrator.rejected)}
+
+    def state_dict(self) -> dict:
+        return {"trainer": self.trainer.state_dict(), "calibrator": self.calibrator.state_dict(), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.trainer.load_state_dict(state["trainer"])
+        self.calibrator.load_state_dict(state["calibrator"])
+        self.generator.set_state(state["generator"])
+
+
+@dataclasses.dataclass
+class Batch:
+    """Rollouts of one training step with their verdicts (None when pruned), and the advantages of the rows that are trained on."""
+
+    rollouts: list[Rollout] = dataclasses.field(default_factory=list)
+    verdicts: list[data.Verdict | None] = dataclasses.field(default_factory=list)
+    advantages: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def extend(self, other: Batch) -> None:
+        self.rollouts += other.rollouts
+        self.verdicts += other.verdicts
+
+    @property
+    def labels(self) -> list[float | None]:
+        return [None if verdict is None else verdict.reward for verdict in self.verdicts]
+
+    def verdict_counts(self) -> Metrics:
+        kinds = Counter(verdict.kind for verdict in self.verdicts if verdict)
+        return {f"verdict_{kind.replace(' ', '_')}": kinds[kind] for kind in ("right", "wrong", "no answer", "timeout", "bad gold")}
+
+
+class Trainer:
+    """One training run on an engine that it may share with an earlier one."""
+
+    def __init__(self, args: Args, engine: Engine, tokenizer, prompts: list[data.Prompt], held_out: list[data.Prompt],
+                 stop_token_ids: list[int], grader: data.Grader, device: torch.device) -> None:
+        self.args, self.engine, self.tokenizer, self.grader = args, engine, tokenizer, grader
+        self.prompts, self.held_out, self.device = prompts, held_out, device
+        model, self.policy = self._policy(frozen=False)
+        reference = self._policy(frozen=True)[1] if args.beta > 0 else None
+        high = args.clip_high if args.clip_high is not None else (0.28 if args.algo == "dapo" else 0.2)
+        config = LossConfig(args.algo, args.clip_low, high, args.beta, args.tis_cap)
+        self.learner = Learner(self.policy, config, args.lr, args.warmup_steps, args.weight_decay, (args.beta1, args.beta2), args.grad_clip,
+                               args.token_budget, args.minibatches, reference)
+        self.pruner = Pruner(args, model.config.hidden_size) if args.prune != "none" else None
+        self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature)
+        self.step_number, self.taken, self.seconds = 0, 0, 0.0  # steps done, prompts taken from the data, seconds of training
+
+    def _policy(self, frozen: bool) -> tuple[torch.nn.Module, Policy]:
+        model = AutoModelForCausalLM.from_pretrained(self.args.model, dtype=torch.float32)
+        on_gpu = self.device.type == "cuda"
+        policy = shard(Policy(model, self.args.temperature), self.device, gradient_checkpointing=on_gpu and not frozen)
+        return model, policy.requires_grad_(not frozen)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's full weights, named as in a checkpoint, in the type that it is sampled and saved in."""
+        for name, parameter in self.policy.model.named_parameters():
+            tensor = parameter.detach()
+            yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(working_dtype(self.device))
+
+    def take(self, count: int) -> dict[int, data.Prompt]:
+        """The next `count` prompts of this epoch's or the next epochs' order, by their running number, which is their group id."""
+        taken = {}
+        for number in range(self.taken, self.taken + count):
+            epoch, position = divmod(number, len(self.prompts))
+            order = random.Random(f"{self.args.seed}-{epoch}")
+            if getattr(self, "_epoch", None) != epoch:
+                self._epoch, self._order = epoch, order.sample(range(len(self.prompts)), len(self.prompts))
+            taken[number] = self.prompts[self._order[position]]
+        self.taken += count
+        return taken
+
+    # --- one step ---
+
+    def step(self) -> tuple[Metrics, list[dict]]:
+        """One training step; returns its line of metrics.jsonl and its rows for rollouts.jsonl."""
+        started, clock = time.perf_counter(), defaultdict(float)
+        self.step_number += 1
+        with timed(clock, "sync"):
+            self.engine.wake(self.weights())
+        if self.pruner:
+            self.pruner.begin(self.step_number)
+        prompts, batch, usable = self._sample(clock)
+        with timed(clock, "sync"):
+            self.engine.sleep()
+        learned = self._update(prompts, batch, usable)
+        clock["logprob"], clock["update"] = learned.pop("logprob_s"), learned.pop("update_s")
+        with timed(clock, "head"):
+            head = self.pruner.learn(batch.rollouts, batch.labels) if self.pruner else {}
+        clock["step"] = time.perf_counter() - started
+        self.seconds += clock["step"]
+        metrics = {"step": self.step_number, "wall_clock": self.seconds, "epoch": self.taken / len(self.prompts), "usable_groups": len(usable),
+                   **{f"time_{name}": seconds for name, seconds in clock.items()}, **rollout_metrics(batch.rollouts, batch.labels, self.args.detect_length), **batch.verdict_counts(), **learned, **head,
+                   "pruning": bool(self.pruner and self.pruner.active)}
+        return metrics, self._rows(prompts, batch)
+
+    def _sample(self, clock: dict[str, float]) -> tuple[dict[int, data.Prompt], Batch, set[int]]:
+        """Generate and grade a step's rollouts; returns the prompts, all rollouts, and the groups to train on.
+
+        DAPO replaces groups without variance by new prompts, at most `max_refills` times, then goes on with what there is.
+        """
+        args, prompts, batch, usable = self.args, {}, Batch(), set()
+        for attempt in range(1 + (args.max_refills if args.algo == "dapo" else 0)):
+            fresh = self.take(args.prompts - len(usable))
+            prompts |= fresh
+            with timed(clock, "generate"):
+                rollouts = self.engine.generate(
+                    {group: prompt.token_ids for group, prompt in fresh.items()}, args.group_size, self.sampling, pruner=self.pruner,
+                    seed=self._seed(attempt), must_score=attempt == 0 and bool(self.pruner and self.pruner.active), progress=True)
+            with timed(clock, "grade"):
+                batch.extend(self._grade(rollouts, prompts))
+            groups = labels_by_group(batch.rollouts, batch.labels)
+            usable = {group for group, labels in groups.items() if args.algo == "grpo" or len(set(labels)) > 1}
+            if len(usable) >= args.prompts:
+                break
+        return prompts, batch, usable
+
+    def _seed(self, attempt: int) -> int:
+        return random.Random(f"{self.args.seed}-{self.step_number}-{attempt}").getrandbits(62)
+
+    def _grade(self, rollouts: list[Rollout], prompts: dict[int, data.Prompt]) -> Batch:
+        survivors = [r for r in rollouts if r.finish != "pruned"]
+        texts = self.tokenizer.batch_decode([r.token_ids for r in survivors], skip_special_tokens=True)
+        verdicts = iter(self.grader.grade(texts, [prompts[r.group].problem.answer for r in survivors]))
+        return Batch(rollouts, [None if r.finish == "pruned" else next(verdicts) for r in rollouts])
+
+    def _update(self, prompts: dict[int, data.Prompt], batch: Batch, usable: set[int]) -> Metrics:
+        """Advantages of the labelled survivors, re-batched without the pruned ones, and the optimizer steps."""
+        args, rollouts, labels = self.args, batch.rollouts, batch.labels
+        rows = [i for i, r in enumerate(rollouts) if labels[i] is not None and r.group in usable]
+        rewards = torch.tensor([labels[i] for i in rows])
+        if args.algo == "dapo":  # the limit is on prompt and response together
+            lengths = torch.tensor([len(prompts[rollouts[i].group].token_ids) + len(rollouts[i].token_ids) for i in rows])
+            rewards = rewards + overlong_penalty(lengths, args.max_length, args.overlong_cache)
+        groups = torch.tensor([rollouts[i].group for i in rows], dtype=torch.int64)
+        batch.advantages = dict(zip(rows, group_advantages(rewards, groups).tolist()))
+        sequences = [Sequence(prompts[rollouts[i].group].token_ids, rollouts[i].token_ids, advantage, rollouts[i].logprobs)
+                     for i, advantage in batch.advantages.items()]
+        exact = working_dtype(self.device) == torch.float32
+        return self.learner.update(sequences, max_gap=args.max_gap or (0.01 if exact else 5.0),
+                                   max_mean_gap=args.max_mean_gap or (0.001 if exact else 0.1))
+
+    def _rows(self, prompts: dict[int, data.Prompt], batch: Batch) -> list[dict]:
+        """What rollouts.jsonl says of the rollouts: of all of them, or of the step's first group."""
+        rows = []
+        for i, (r, verdict) in enumerate(zip(batch.rollouts, batch.verdicts)):
+            if self.args.log_rollouts == "none" or (self.args.log_rollouts == "sample" and r.group != batch.rollouts[0].group):
+                continue
+            problem = prompts[r.group].problem
+            rows.append({
+                "step": self.step_number, "prompt": problem.id, "group": r.group, "tokens": len(r.token_ids), "finish": r.finish,
+                "tail": self.tokenizer.decode(r.token_ids)[-200:], "answer": verdict and verdict.answer, "gold": problem.answer,
+                "verdict": verdict and verdict.kind, "score": r.score, "posterior": r.posterior, "survival": r.survival,
+                "pruned": r.finish == "pruned", "advantage": batch.advantages.get(i)})
+        return rows
+
+    # --- evaluation, checkpoints, the loop ---
+
+    def evaluate(self) -> Metrics:
+        """Accuracy on the held-out prompts: mean over `eval_samples` at the training temperature, and greedy."""
+        metrics: Metrics = {}
+        prompts = dict(enumerate(self.held_out))
+        self.engine.wake(self.weights())
+        for name, temperature, samples in (("accuracy", self.args.temperature, self.args.eval_samples), ("greedy", 0.0, 1)):
+            if prompts and samples:
+                sampling = dataclasses.replace(self.sampling, temperature=temperature)
+                rollouts = self.engine.generate({i: p.token_ids for i, p in prompts.items()}, samples, sampling, seed=self.args.seed, progress=True)
+                right = [verdict.kind == "right" for verdict in self._grade(rollouts, prompts).verdicts]
+                metrics[f"eval_{name}"] = sum(right) / len(right)
+        self.engine.sleep()
+        return metrics
+
+    def save(self, run: Path) -> Path:
+        state = {"step": self.step_number, "taken": self.taken, "seconds": self.seconds}
+        if self.pruner:
+            state["pruner"] = self.pruner.state_dict()
+        return checkpoint.save(run, self.step_number, model=self.policy.model, weights=dict(self.weights()), tokenizer=self.tokenizer,
+                               head=self.pruner.head.state_dict() if self.pruner else None, learner=self.learner, state=state,
+                               keep=self.args.keep_checkpoints)
+
+    def restore(self, path: Path) -> None:
+        state = checkpoint.load(path, self.learner)
+        self.step_number, self.taken, self.seconds = state["step"], state["taken"], state["seconds"]
+        if self.pruner:
+            self.pruner.load_state_dict(state["pruner"])
+
+    def run(self, name: str, resume_from: Path | None = None, checkpoints: bool = True) -> list[Metrics]:
+        """Train to `args.steps`; returns the lines of metrics.jsonl. On Ctrl-C the step under way is dropped."""
+        folder, args = Path(self.args.output), self.args
+        if resume_from:
+            self.restore(resume_from)
+        log = RunLog(folder, args.tracker, self.step_number if resume_from else None)
+        if not resume_from:
+            log.metrics({"step": 0} | self.evaluate())
+        bar = tqdm(total=args.steps, initial=self.step_number, desc=name, unit="step", dynamic_ncols=True)
+        try:
+            while self.step_number < args.steps:
+                metrics, rows = self.step()
+                if self.step_number == args.steps:
+                    metrics |= self.evaluate()
+                log.metrics(metrics)
+                log.rollouts(rows)
+                if checkpoints and (self.step_number % args.checkpoint_every == 0 or self.step_number == args.steps):
+                    self.save(folder)
+                bar.set_postfix_str(f"reward {metrics['reward']:.2f}, kept {metrics['keep_ratio']:.2f}, {metrics['tokens_generated'] / metrics['time_generate']:,.0f} tok/s")
+                bar.update()
+        finally:
+            bar.close()
+            log.close()
+        return load_metrics(folder)
+
+
+@contextlib.contextmanager
+def timed(clock: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the seconds of the block to `clock[phase]`."""
+    start = time.perf_counter()
+    yield
+    clock[phase] += time.perf_counter() - start
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """What weights are sampled with and saved in: bfloat16 on a GPU; a CPU without AVX512-BF16 emulates it, 10 times slower."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+# --- the program -------------------------------------------------------------------------------------------------------
+
+
+def start_process_group() -> torch.device:
+    """Join the ranks that torchrun started, or be the only one; returns this rank's device."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        fail("several ranks are not supported yet: start it without torchrun")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[data.Prompt]]:
+    """Prompts to train on and held-out ones; prints one line on what was dropped, ends the program where nothing is left."""
+    try:
+        problems, line = data.load(args.dataset, args.seed)
+        if built_in := data.sums_range(args.dataset):
+            held_out = data.sums(min(args.eval_problems, len(problems) // 10), args.seed, "test", *built_in)
+        else:
+            random.Random(args.seed).shuffle(problems)
+            problems, held_out = problems[args.eval_problems:], problems[:args.eval_problems]
+    except ValueError as error:
+        fail(str(error))
+    prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    if not prompts:
+        fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})")
+    print(f"{args.dataset}: {line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts, {len(held_out)} held out")
+    return prompts, data.tokenize(held_out, tokenizer, args.max_prompt, args.instruction, args.thinking)[0]
+
+
+def load_tokenizer(args: Args):
+    """The model's tokenizer, and the ids that end a response."""
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        fail(f"--model {args.model}: its config or tokenizer cannot be loaded: {str(error).splitlines()[0]}")
+    try:
+        generation_config = GenerationConfig.from_pretrained(args.model)
+    except OSError:  # many base models have none
+        generation_config = None
+    limit = getattr(config, "max_position_embeddings", args.max_length)
+    if args.max_length > limit:
+        fail(f"--max-length {args.max_length}: the model has {limit} positions")
+    return tokenizer, data.stop_token_ids(tokenizer, config, generation_config)
+
+
+def main(args: Args) -> int:
+    """Train as `args` say; returns the exit status."""
+    if not args.verbose:
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's notice is treated as Ctrl-C
+    folder = Path(args.output)
+    resume_from = None
+    if args.resume:
+        found = checkpoint.complete(folder)
+        if not found:
+            fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
+        resume_from = found[-1]
+    tokenizer, stop_token_ids = load_tokenizer(args)
+    prompts, held_out = load_prompts(args, tokenizer)
+    if not args.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False))
+    device, engine = start_process_group(), None
+    with data.Grader(args.grader_workers) as grader:
+        try:
+            engine = Engine(args.model, args.detect_length, args.max_length, args.max_num_seqs, dtype=working_dtype(device), seed=args.seed,
+                            gpu_memory_utilization=args.gpu_memory_utilization, kv_cache_gb=args.kv_cache_gb, verbose=args.verbose)
+            engine.sleep()  # before the trainer's weights go to the GPU
+            common = (engine, tokenizer, prompts, held_out, stop_token_ids, grader, device)
+            runs = {}
+            if args.baseline_steps and not resume_from:
+                plain = dataclasses.replace(args, prune="none", steps=args.baseline_steps, output=str(folder / "baseline"))
+                Trainer(plain, *common).run(f"{args.algo.upper()}, no pruning", checkpoints=False)
+            if (folder / "baseline").is_dir():
+                runs[f"{args.algo.upper()}"] = load_metrics(folder / "baseline")
+            name = args.algo.upper() + {"arrol": " + ARRoL", "random": " + random pruning", "none": ""}[args.prune]
+            runs[name] = Trainer(args, *common).run(name, resume_from)
+            plot_reward(runs, folder / "reward.png")
+            print(summary(runs))
+            print(f"\nreward against time: {folder / 'reward.png'}\nrun folder: {folder}  (metrics.jsonl, rollouts.jsonl, {checkpoint.complete(folder)[-1].name})")
+            return 0
+        except KeyboardInterrupt:
+            print(f"\nstopped; the step under way was dropped. {where_to_resume(folder)}", file=sys.stderr)
+            return 130
+        except (SamplerGapError, NothingScored) as error:
+            print(f"\narrol.py: stopped: {error}\n{where_to_resume(folder)}", file=sys.stderr)
+            return 1
+        finally:
+            if engine is not None:
+                engine.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def where_to_resume(folder: Path) -> str:
+    """One sentence on the newest checkpoint of a run folder."""
+    found = checkpoint.complete(folder)
+    return f"The last checkpoint is {found[-1]}: go on with --resume {folder}" if found else f"There is no checkpoint in {folder} yet."
+
+
+if __name__ == "__main__":
+    sys.exit(main(ARGS))

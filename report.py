@@ -1,0 +1,201 @@
+"""What a run leaves for people: metrics, metrics.jsonl, rollouts.jsonl, the table at the end, the picture of reward against time."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from engine import Rollout
+
+Metrics = dict[str, float]
+
+
+class RunLog:
+    """Appends to the two JSONL files of a run folder and, if asked, to a tracker.
+
+    resumed_step: lines of later steps, left by the interrupted run, are dropped first.
+    Raises SystemExit with the pip command when the tracker is not installed.
+    """
+
+    def __init__(self, folder: Path, tracker: str = "none", resumed_step: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files: dict[str, TextIO] = {}
+        for name in ("metrics", "rollouts"):
+            path = folder / f"{name}.jsonl"
+            kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step is not None else []
+            path.write_text("".join(_dump(line) for line in kept), "utf-8")
+            self.files[name] = path.open("a", encoding="utf-8")
+        self.track = _tracker(tracker, folder)
+
+    def metrics(self, metrics: Metrics) -> None:
+        """One line of metrics.jsonl; NaN and infinity, which JSON does not have, are left out."""
+        finite = {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}
+        self._write("metrics", [finite])
+        self.track({name: value for name, value in finite.items() if name != "step"}, int(metrics["step"]))
+
+    def rollouts(self, rows: Iterable[dict]) -> None:
+        """Lines of rollouts.jsonl."""
+        self._write("rollouts", rows)
+
+    def _write(self, name: str, rows: Iterable[dict]) -> None:
+        self.files[name].writelines(_dump(row) for row in rows)
+        self.files[name].flush()
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+
+def _tracker(name: str, folder: Path):
+    """A function (values, step) that reports to `name`; for "none" one that does nothing."""
+    if name == "none":
+        return lambda values, step: None
+    try:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(folder / "tensorboard"))
+            return lambda values, step: [writer.add_scalar(key, value, step) for key, value in values.items()]
+        import wandb
+    except ImportError:
+        raise SystemExit(f"arrol.py: error: --tracker {name}: it is not installed; pip install {name}") from None
+    wandb.init(project="arrol", name=folder.name, dir=str(folder))
+    return lambda values, step: wandb.log(values, step=step)
+
+
+def _dump(row: dict) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _lines(path: Path) -> list[dict]:
+    """The whole lines of a JSONL file; a last one that was cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="\n") as file:  # not splitlines: U+2028 inside a string is no line end
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def load_metrics(folder: Path) -> list[Metrics]:
+    """The lines of a run's metrics.jsonl."""
+    return _lines(folder / "metrics.jsonl")
+
+
+def rollout_metrics(rollouts: list[Rollout], labels: list[float | None], detect_length: int) -> Metrics:
+    """What the rollouts of a step tell about sampling and pruning; the README's glossary says what each number means.
+
+    labels: 1.0 or 0.0, None for rollouts that were pruned or not judged. What is said of pruned ones is estimated: ratios and
+    lengths from the scored survivors, each weighted by 1 / p (it stands for the 1 / p that arrived), and the chance that a group
+    had no variance from the posteriors of what was pruned from it.
+    """
+    rows = [(r, y) for r, y in zip(rollouts, labels) if y is not None]
+    pruned = [r for r in rollouts if r.finish == "pruned"]
+    scored = [(r, y, 1 / (r.survival or 1.0)) for r, y in rows if len(r.token_ids) > detect_length]
+    short = [y for r, y in rows if len(r.token_ids) <= detect_length]
+    arrived, weight = len(scored) + len(pruned), sum(w for *_, w in scored)
+    positive_scored = _ratio(sum(w * y for _, y, w in scored), weight)
+    beyond = _ratio(sum(w * (len(r.token_ids) - detect_length) for r, _, w in scored), weight)
+    groups = labels_by_group(rollouts, labels)
+    means = [sum(known) / len(known) for known in groups.values() if known]
+    missing: dict[int, list[float]] = {group: [] for group in groups}
+    for rollout in pruned:
+        missing[rollout.group].append(0.5 if rollout.posterior is None else rollout.posterior)
+    return {
+        "rollouts": len(rollouts), "scored": arrived, "pruned": len(pruned), "keep_ratio": _ratio(len(scored), arrived),
+        "reward": _ratio(sum(short) + (arrived * positive_scored if scored else 0.0), len(short) + (arrived if scored else 0)),
+        "positive_scored": positive_scored, "positive_kept": _ratio(sum(y for _, y, _ in scored), len(scored)),
+        "rho_mean": _ratio(sum(means), len(means)), "rho_variance": _ratio(sum(m * (1 - m) for m in means), len(means)),
+        "zero_variance_before": _ratio(sum(_chance_of_no_variance(groups[g], missing[g]) for g in groups), len(groups)),
+        "zero_variance_after": _ratio(sum(len(set(known)) < 2 for known in groups.values()), len(groups)),
+        "tokens_generated": sum(len(r.token_ids) for r in rollouts), "tokens_saved": beyond * len(pruned) if pruned else 0.0,
+        "tokens_kept": sum(len(r.token_ids) for r in rollouts if r.finish != "pruned"),
+        "length_mean": _ratio(sum(len(r.token_ids) for r, _ in rows), len(rows)),
+        "truncated": _ratio(sum(r.finish == "length" for r, _ in rows), len(rows)),
+    }
+
+
+def labels_by_group(rollouts: list[Rollout], labels: list[float | None]) -> dict[int, list[float]]:
+    """Labels of each group's survivors; a group without any is there, and empty."""
+    found: dict[int, list[float]] = {rollout.group: [] for rollout in rollouts}
+    for rollout, label in zip(rollouts, labels, strict=True):
+        if label is not None:
+            found[rollout.group].append(label)
+    return found
+
+
+def _chance_of_no_variance(labels: list[float], pruned_posteriors: list[float]) -> float:
+    """Chance that survivors with these labels and pruned siblings with these posteriors were all right or all wrong."""
+    all_right = math.prod(pruned_posteriors) * all(label == 1 for label in labels)
+    all_wrong = math.prod(1 - q for q in pruned_posteriors) * all(label == 0 for label in labels)
+    return min(1.0, all_right + all_wrong)
+
+
+def _ratio(part: float, whole: float) -> float:
+    """part / whole, NaN where there is nothing."""
+    return part / whole if whole else math.nan
+
+
+PHASES = ("generate", "grade", "logprob", "update", "head", "sync", "step")
+
+
+def summary(runs: dict[str, list[Metrics]]) -> str:
+    """The table of phases, tokens, balance and accuracy of one or two runs, the ratio of the first to the last behind.
+
+    runs: name -> lines of metrics.jsonl. Medians are over the steps in which pruning was on, where there is such a step.
+    """
+    names = list(runs)
+    pruning = {name: [m for m in lines if m.get("pruning")] or [m for m in lines if m["step"] > 0] for name, lines in runs.items()}
+    rows = [["median of a step", *names, *(["ratio"] if len(names) > 1 else [])]]
+
+    def median(name: str, key: str) -> float:
+        values = [m[key] for m in pruning[name] if key in m]
+        return statistics.median(values) if values else math.nan
+
+    def row(label: str, key: str, form: str, ratio: bool = False) -> None:
+        values = [median(name, key) for name in names]
+        cells = ["-" if math.isnan(value) else format(value, form) for value in values]
+        comparable = ratio and len(values) > 1 and values[-1] > 0
+        rows.append([label, *cells, *([f"{values[0] / values[-1]:.2f}x" if comparable else ""] if len(names) > 1 else [])])
+
+    for phase in PHASES:
+        row("whole step, s" if phase == "step" else f"{phase}, s", f"time_{phase}", ".3f", ratio=True)
+    row("tokens generated", "tokens_generated", ",.0f", ratio=True)
+    row("tokens saved (estimate)", "tokens_saved", ",.0f")
+    row("keep ratio of scored rollouts", "keep_ratio", ".3f")
+    row("positive ratio before pruning (estimate)", "positive_scored", ".3f")
+    row("positive ratio after pruning", "positive_kept", ".3f")
+    row("zero-variance groups before pruning (estimate)", "zero_variance_before", ".3f")
+    row("zero-variance groups after pruning", "zero_variance_after", ".3f")
+    for key, label in (("eval_accuracy", "held-out accuracy"), ("eval_greedy", "held-out accuracy, greedy")):
+        for when, index in (("before", 0), ("after", -1)):
+            values = [[m for m in runs[name] if key in m] for name in names]
+            cells = [f"{found[index][key]:.3f} (step {found[index]['step']:.0f})" if found else "-" for found in values]
+            rows.append([f"{label} {when}", *cells, *([""] if len(names) > 1 else [])])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))) for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def plot_reward(runs: dict[str, list[Metrics]], path: Path) -> None:
+    """PNG of the mean reward of all rollouts against seconds of training; thin: each step, thick: mean of 5 steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for (name, lines), color in zip(runs.items(), ("tab:gray", "tab:blue")):
+        steps = [m for m in lines if "reward" in m]
+        seconds, reward = [m["wall_clock"] for m in steps], [m["reward"] for m in steps]
+        smooth = [statistics.mean(reward[max(0, i - 4): i + 1]) for i in range(len(reward))]
+        axes.plot(seconds, reward, color=color, alpha=0.3, linewidth=0.8)
+        axes.plot(seconds, smooth, color=color, linewidth=2, label=name)
+    axes.set(xlabel="wall-clock time of training (s)", ylabel="mean reward of all rollouts")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
