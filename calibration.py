@@ -53,8 +53,8 @@ def posterior_table(positives: Tensor, negatives: Tensor, alpha: float) -> Tenso
     `positives`, `negatives` (B,): counts c+ and c-, with sums N+ and N-. Returns (B,) fp64. The prior is
     pi = N+ / (N+ + N-). Raises ValueError unless alpha > 0.
 
-    The smoothing makes a bin's odds (c+ + alpha) / (c- + alpha) times r = N+ (N- + alpha B) / (N- (N+ + alpha B)). So an
-    empty bin has odds r: near the prior odds while N+ and N- are small beside alpha B, near 1 (q = 1/2) when they
+    The smoothing makes a bin's odds (c+ + alpha) / (c- + alpha) times r = N+ (N- + alpha B) / (N- (N+ + alpha B)). So
+    an empty bin has odds r: near the prior odds while N+ and N- are small beside alpha B, near 1 (q = 1/2) when they
     are large, always between the two. With one class only, q is that class everywhere; without labels it is 1/2.
     """
     if not alpha > 0:
@@ -87,8 +87,8 @@ def tilt_group(q: Tensor, groups: Tensor, keep_ratio: float, balance: float, pos
     Why: keep with p_i = kappa + a (q_i - mu). Then sum_i p_i q_i / sum_i p_i = mu + a Var / kappa is the expected
     positive ratio of the kept (ratio of expectations). Setting it to rho gives a; lambda bounds it. So the ratio goes
     towards rho and never past it while p is not clipped. For mu_g well above rho this is the paper's lambda (rho - q)
-    up to a constant; below rho it is the mirror image, as Lemma 4.1 asks. The tilts of a group sum to 0, so the bias delta
-    has only clipping to make up for. Equal posteriors, or a group of one, give 0.
+    up to a constant; below rho it is the mirror image, as Lemma 4.1 asks. The tilts of a group sum to 0, so the bias
+    delta has only clipping to make up for. Equal posteriors, or a group of one, give 0.
     """
     q = q.double()
     usable = q.isfinite()

@@ -221,5 +221,7 @@ def test_metrics_of_odd_input() -> None:
     assert all(math.isnan(value) for value in empty.values())
     scores, labels = torch.tensor([0.9, math.nan, 0.1]), torch.tensor([1, 0, 0])
     assert head_metrics(scores, labels, torch.tensor([0, 0, 0]))["auc"] == 1
+    mostly_wrong = head_metrics(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1, 0, 0, 0]), torch.zeros(4))
+    assert mostly_wrong["base_rate"] == 0.75 and mostly_wrong["accuracy"] == 1
     with pytest.raises(ValueError, match="sigmoid"):
         head_metrics(torch.tensor([3.0, -2.0]), torch.tensor([1, 0]), torch.tensor([0, 0]))
