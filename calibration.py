@@ -283,8 +283,8 @@ class Calibrator:
 def ece(q: Tensor, labels: Tensor, bins: int = 10) -> float:
     """Expected calibration error: mean over rows of |mean q - positive ratio| of the row's bin of q.
 
-    `q` (N,) posteriors in [0, 1], `labels` (N,) 0/1. Rows with a NaN q are left out; NaN if none remains. Only honest for
-    labels that the posterior has not seen yet: compare the q given at the decision with the label that came later.
+    `q` (N,) posteriors in [0, 1], `labels` (N,) 0/1. Rows with a NaN q are left out; NaN if none remains. Only
+    honest for labels that the posterior has not seen yet: compare the q of the decision with the label that came later.
     """
     q, labels = q[~q.isnan()], labels[~q.isnan()]
     if not len(q):

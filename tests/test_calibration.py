@@ -455,7 +455,8 @@ def test_ece() -> None:
     """By hand: two bins, 3 rows at 0.2 with one right (gap 0.4/3 each), one row at 0.9 that is wrong (gap 0.9)."""
     q, labels = torch.tensor([0.2, 0.2, 0.2, 0.9]), torch.tensor([1, 0, 0, 0])
     assert ece(q, labels, bins=2) == pytest.approx((abs(0.6 - 1) + 0.9) / 4)
-    assert ece(torch.cat([q, torch.tensor([math.nan])]), torch.tensor([1, 0, 0, 0, 1]), bins=2) == ece(q, labels, bins=2)
+    unscored = torch.tensor([math.nan])
+    assert ece(torch.cat([unscored, q]), torch.tensor([1, 1, 0, 0, 0]), bins=2) == ece(q, labels, bins=2)
     scores, right = sample(20_000, seed=18)
     assert ece(scores, right) < 0.015 < 0.3 < ece(1 - scores, right)
     assert math.isnan(ece(q[:0], labels[:0]))
