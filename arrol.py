@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import signal
@@ -57,9 +58,9 @@ class Pruner:
     One object per run; `begin` is called before each generation, `decide` by the engine, `learn` after grading.
     """
 
-    def __init__(self, args: Args, hidden_size: int) -> None:
+    def __init__(self, args: Args, hidden_size: int, device: torch.device | str = "cpu") -> None:
         self.args = args
-        self.head = QualityHead(hidden_size, args.head_width, seed=args.seed)
+        self.head = QualityHead(hidden_size, args.head_width, seed=args.seed).to(device)
         self.trainer = HeadTrainer(self.head, args.head_lr, passes=args.head_passes, capacity=args.head_buffer, seed=args.seed)
         self.calibrator = Calibrator(args.bins, args.alpha, args.window)
         self.generator = torch.Generator().manual_seed(args.seed)  # never the global one: the engine reseeds that
@@ -75,7 +76,7 @@ class Pruner:
     @torch.no_grad()
     def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
         """Decisions on rollouts that just reached L_detect: `states` (N, hidden), `groups` (N)."""
-        scores, group = self.head(states).sigmoid(), torch.tensor(groups)
+        scores, group = self.head(states).sigmoid().cpu(), torch.tensor(groups)
         q = self.calibrator.posterior(scores)
         p = self._survival(q, group) if self.active else torch.ones(len(groups), dtype=torch.float64)
         keep = self.draw(p, group) if self.args.survival == "systematic" else draw_bernoulli(p, self.generator)
@@ -104,7 +105,7 @@ class Pruner:
         The metrics compare each score with the label that came after it: the head has not seen these rollouts yet.
         """
         scored = [(r, y) for r, y in zip(rollouts, labels) if r.detect_state is not None]
-        known = [(r, y) for r, y in scored if y is not None]
+        known = [(r, y) for r, y in scored if y is not None and math.isfinite(r.score)]
         metrics: Metrics = {}
         if known:
             scores, truth = torch.tensor([r.score for r, _ in known]), torch.tensor([y for _, y in known])
@@ -165,7 +166,7 @@ class Trainer:
         config = LossConfig(args.algo, args.clip_low, high, args.beta, args.tis_cap)
         self.learner = Learner(self.policy, config, args.lr, args.warmup_steps, args.weight_decay, (args.beta1, args.beta2), args.grad_clip,
                                args.token_budget, args.minibatches, reference)
-        self.pruner = Pruner(args, model.config.hidden_size) if args.prune != "none" else None
+        self.pruner = Pruner(args, model.config.hidden_size, device) if args.prune != "none" else None
         self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature)
         self.step_number, self.taken, self.seconds = 0, 0, 0.0  # steps done, prompts taken from the data, seconds of training
 
@@ -273,7 +274,7 @@ class Trainer:
             rows.append({
                 "step": self.step_number, "prompt": problem.id, "group": r.group, "tokens": len(r.token_ids), "finish": r.finish,
                 "tail": self.tokenizer.decode(r.token_ids)[-200:], "answer": verdict and verdict.answer, "gold": problem.answer,
-                "verdict": verdict and verdict.kind, "score": r.score, "posterior": r.posterior, "survival": r.survival,
+                "verdict": verdict and verdict.kind, **{name: finite(getattr(r, name)) for name in ("score", "posterior", "survival")},
                 "pruned": r.finish == "pruned", "advantage": batch.advantages.get(i)})
         return rows
 
@@ -331,6 +332,11 @@ class Trainer:
             bar.close()
             log.close()
         return load_metrics(folder)
+
+
+def finite(value: float | None) -> float | None:
+    """`value`, or None where it is not a number that JSON has."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 @contextlib.contextmanager

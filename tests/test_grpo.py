@@ -228,14 +228,24 @@ class LargestFloat(TorchDispatchMode):
 
 
 def test_logits_never_exist_as_a_whole() -> None:
-    """G26: forward and backward make nothing larger than a chunk of logits or the embedding itself."""
+    """G26: forward and backward make nothing larger than a chunk of logits or the embedding itself, and what forward
+    keeps for backward is less than the response tokens' logits."""
     vocab, chunk, hidden = 2000, 7, 16
     sequences = make_sequences(6, vocab=vocab)
     policy = Policy(make_model(vocab_size=vocab, hidden_size=hidden), 1.0, chunk)
     input_ids, *rest = pad(sequences)
+    kept: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
     with LargestFloat() as largest:
-        policy(input_ids, *rest)[0].sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            logprobs, _ = policy(input_ids, *rest)
+        logprobs.sum().backward()
     assert chunk * vocab <= largest.elements <= max(chunk, hidden) * vocab < input_ids.numel() * vocab
+    assert 0 < sum(kept) < len(logprobs) * vocab
 
 
 class AttentionCalls(TorchFunctionMode):

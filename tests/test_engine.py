@@ -1,0 +1,236 @@
+"""The engine against transformers, on real models: the hook sees the right state, pruning drops what it should and nothing
+else, and after a sync the engine samples from the trainer's weights. Codes such as vllm#9744 name the fault that is guarded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import data
+from args import TINY
+from conftest import DETECT
+from engine import Decision, Engine, NothingScored, Rollout, Sampling
+
+TOKENIZER = AutoTokenizer.from_pretrained(TINY)
+EOS = TOKENIZER.eos_token_id
+PROMPTS = {7 * i: TOKENIZER.encode(problem.text + "\n") for i, problem in enumerate(data.sums(12, 3, "test", (6, 10), 15))}
+SAMPLING = Sampling(90, (EOS,))
+GREEDY = Sampling(90, (EOS,), temperature=0.0)
+
+
+class Keep:
+    """Keeps the rollouts for which `rule(number in order of arrival)` is true, and records what it was shown."""
+
+    def __init__(self, rule: Callable[[int], bool] = lambda number: True) -> None:
+        self.rule, self.shown = rule, []
+
+    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
+        decisions = [Decision(self.rule(len(self.shown) + i), score=0.25) for i in range(len(groups))]
+        self.shown += groups
+        return decisions
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """The embedded model, which ties lm_head to the embedding, and a random one that does not."""
+    if request.param == "tied":
+        return TINY, AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("untied")
+    config = Qwen3Config(**Qwen3Config.from_pretrained(TINY).to_dict() | {"tie_word_embeddings": False, "num_hidden_layers": 2})
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        untied = Qwen3ForCausalLM(config).float()
+        for parameter in untied.parameters():
+            if parameter.dim() == 2:
+                parameter.data.normal_(0, 0.08)
+    untied.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder, untied
+
+
+@pytest.fixture(scope="module")
+def engine(model: tuple[Path, PreTrainedModel], make_engine: Callable[..., Engine]) -> Engine:
+    return make_engine(model[0])
+
+
+@pytest.fixture
+def weights(model: tuple[Path, PreTrainedModel], engine: Engine) -> Iterator[PreTrainedModel]:
+    """The model, to be changed by a test; afterwards it and the engine are as before."""
+    saved = {name: p.detach().clone() for name, p in model[1].named_parameters()}
+    yield model[1]
+    with torch.no_grad():
+        for name, p in model[1].named_parameters():
+            p.copy_(saved[name])
+    engine.sync(saved.items())
+
+
+def change(model: PreTrainedModel, scale: float) -> dict[str, Tensor]:
+    """Move all weights at random; returns the new ones."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Final-norm states (T, H) and logits (T, V) of prompt and response."""
+    output = model(torch.tensor([PROMPTS[rollout.group] + rollout.token_ids]), output_hidden_states=True)
+    return output.hidden_states[-1][0], output.logits[0]
+
+
+def gap(model: PreTrainedModel, rollouts: list[Rollout], temperature: float = 1.0) -> float:
+    """Largest |log-prob in transformers - in the engine| of the sampled tokens."""
+    largest = 0.0
+    for rollout in rollouts:
+        start = len(PROMPTS[rollout.group])
+        logprobs = (forward(model, rollout)[1][start - 1: -1] / temperature).log_softmax(-1)
+        of_sampled = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        largest = max(largest, (of_sampled - torch.tensor(rollout.logprobs)).abs().max().item())
+    return largest
+
+
+def test_captured_states_are_those_of_transformers(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
+    rollouts = engine.generate(PROMPTS, 4, SAMPLING, seed=1, pruner=Keep())
+    beyond = [r for r in rollouts if len(r.token_ids) > DETECT]
+    assert len(beyond) >= 10 and all(r.detect_state is not None for r in beyond)
+    for rollout in rollouts:
+        hidden, logits = forward(model[1], rollout)
+        start = len(PROMPTS[rollout.group])
+        torch.testing.assert_close(rollout.last_state, hidden[-2], atol=1e-4, rtol=0)  # it produced the last token
+        if rollout.detect_state is not None:
+            torch.testing.assert_close(rollout.detect_state, hidden[start + DETECT - 2], atol=1e-4, rtol=0)
+            logprobs = model[1].lm_head(rollout.detect_state).log_softmax(-1)
+            torch.testing.assert_close(logprobs, logits[start + DETECT - 2].log_softmax(-1), atol=1e-4, rtol=0)
+            assert logprobs[rollout.token_ids[DETECT - 1]].item() == pytest.approx(rollout.logprobs[DETECT - 1], abs=1e-4)
+    assert gap(model[1], rollouts) < 1e-4
+
+
+def test_logprobs_are_taken_after_temperature(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
+    """trl#4159: raw log-probs would make the first ratio about 2 at T = 0.6."""
+    warm = Sampling(90, (EOS,), temperature=0.6)
+    assert gap(model[1], engine.generate(PROMPTS, 2, warm, seed=1), temperature=0.6) < 1e-4
+
+
+def test_pruning_changes_nothing_else(engine: Engine) -> None:
+    """Greedy decoding: the survivors' tokens are those of a run without pruning, and of one without the hook."""
+    plain = engine.generate(PROMPTS, 4, GREEDY, seed=1)
+    watched = engine.generate(PROMPTS, 4, GREEDY, seed=1, pruner=Keep())
+    pruned = engine.generate(PROMPTS, 4, GREEDY, seed=1, pruner=Keep(lambda number: number % 2 == 0))
+    assert [r.token_ids for r in plain] == [r.token_ids for r in watched]
+    assert [r.logprobs for r in plain] == [r.logprobs for r in watched]
+    assert [r.group for r in pruned] == [group for group in PROMPTS for _ in range(4)]
+    dropped = [(a, b) for a, b in zip(plain, pruned) if b.finish == "pruned"]
+    assert len(dropped) == sum(r.detect_state is not None for r in watched) // 2 > 0
+    assert all(b.token_ids == a.token_ids[:DETECT] and b.score == 0.25 for a, b in dropped)
+    assert all(a.token_ids == b.token_ids for a, b in zip(plain, pruned) if b.finish != "pruned")
+
+
+def test_samples_do_not_depend_on_being_watched(engine: Engine) -> None:
+    plain = engine.generate(PROMPTS, 4, SAMPLING, seed=1)
+    again = engine.generate(PROMPTS, 4, SAMPLING, seed=1, pruner=Keep())
+    other = engine.generate(PROMPTS, 4, SAMPLING, seed=2)
+    assert [r.token_ids for r in plain] == [r.token_ids for r in again] != [r.token_ids for r in other]
+
+
+def test_scored_at_l_detect_and_freed_on_the_next_step(engine: Engine) -> None:
+    """SkyRL#1250: an abort by the wrong id does nothing. 8 of 16 rollouts go at token 12 of 64, so the next step runs 8."""
+    rows: list[int] = []
+    inner = engine._compute_logits
+    engine._compute_logits = lambda hidden: rows.append(len(hidden)) or inner(hidden)
+    try:
+        endless = Sampling(64, (), temperature=1.0)
+        rollouts = engine.generate({1: PROMPTS[0], 2: PROMPTS[7]}, 8, endless, seed=1, pruner=Keep(lambda number: number % 2 == 0))
+    finally:
+        engine._compute_logits = inner
+    assert sorted(len(r.token_ids) for r in rollouts) == [DETECT] * 8 + [64] * 8
+    assert rows[-64:] == [16] * DETECT + [8] * (64 - DETECT)
+    assert engine.engine.get_num_unfinished_requests() == 0 and not engine._internal
+
+
+def test_waiting_rollouts_take_the_slots_of_pruned_ones(engine: Engine) -> None:
+    """128 rollouts on 64 slots: the second half is scored too, and every one comes back in order."""
+    keep = Keep(lambda number: False)
+    rollouts = engine.generate(PROMPTS, 12, Sampling(40, ()), seed=1, pruner=keep)
+    assert len(rollouts) == 144 and all(r.finish == "pruned" and len(r.token_ids) == DETECT for r in rollouts)
+    assert sorted(keep.shown) == sorted(group for group in PROMPTS for _ in range(12))
+
+
+def test_stop_and_length(engine: Engine) -> None:
+    """trl#7039: each of several stop ids ends a response, stays in it, and counts as a stop; the limit counts as length."""
+    stops = tuple(range(64))
+    assert all(len(r.token_ids) == 1 and r.finish == "stop" for r in engine.generate(PROMPTS, 1, Sampling(90, stops), seed=1))
+    assert all(len(r.token_ids) == 5 and r.finish == "length" for r in engine.generate(PROMPTS, 1, Sampling(5, ()), seed=1))
+
+
+def test_prompts_at_the_limit(engine: Engine) -> None:
+    """vllm#16445: a prompt of max_model_len tokens; one token less leaves room for one."""
+    rng = random.Random(0)
+    prompt = [rng.randrange(4, 20) for _ in range(128)]
+    assert [len(r.token_ids) for r in engine.generate({0: prompt[:127]}, 1, SAMPLING, seed=1)] == [1]
+    with pytest.raises(ValueError, match="128 tokens leaves no room"):
+        engine.generate({0: prompt}, 1, SAMPLING, seed=1)
+
+
+def test_an_interrupted_generation_leaves_no_trace(engine: Engine) -> None:
+    """vllm#10583: ids of the interrupted requests must not come back in the next call."""
+    def interrupt(number: int) -> bool:
+        raise KeyboardInterrupt
+
+    before = engine.generate(PROMPTS, 2, SAMPLING, seed=3)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, 4, SAMPLING, seed=1, pruner=Keep(interrupt))
+    after = engine.generate(PROMPTS, 2, SAMPLING, seed=3)
+    assert [r.token_ids for r in before] == [r.token_ids for r in after]
+
+
+def test_raises_when_nothing_can_be_scored(engine: Engine) -> None:
+    with pytest.raises(NothingScored, match="lower --detect-length"):
+        engine.generate(PROMPTS, 2, Sampling(DETECT - 1, ()), seed=1, pruner=Keep(), must_score=True)
+
+
+def test_raises_when_the_hook_is_dead(engine: Engine) -> None:
+    """A vLLM that no longer calls the hook must not train in silence."""
+    engine.runner.model.compute_logits, hook = engine._compute_logits, engine.runner.model.compute_logits
+    try:
+        with pytest.raises(NothingScored, match="unseen"):
+            engine.generate(PROMPTS, 2, Sampling(40, ()), seed=1, pruner=Keep())
+    finally:
+        engine.runner.model.compute_logits = hook
+
+
+def test_the_engine_samples_from_synced_weights(engine: Engine, weights: PreTrainedModel) -> None:
+    engine.sync(change(weights, 0.02).items())
+    assert gap(weights, engine.generate(PROMPTS, 4, SAMPLING, seed=1)) < 1e-4
+
+
+def test_a_stale_packed_head_shows_in_the_gap(engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that the gap exists for: without the refresh a tied model samples from a mixture of old and new weights."""
+    monkeypatch.setattr(Engine, "_refresh_packed_head", lambda self: None)
+    engine.sync(change(weights, 0.02).items())
+    measured = gap(weights, engine.generate(PROMPTS, 4, SAMPLING, seed=1))
+    assert measured > 0.05 if weights.config.tie_word_embeddings else measured < 1e-4
+
+
+def test_a_sync_empties_the_prefix_cache(engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#9744: blocks cached under the old weights must not be read; the prompt is longer than 4 blocks of 16."""
+    prompt = {0: [token for ids in PROMPTS.values() for token in ids][:80]}
+    monkeypatch.setitem(PROMPTS, 0, prompt[0])
+    engine.generate(prompt, 1, Sampling(8, ()), seed=1)
+    engine.sync(change(weights, 0.02).items())
+    assert gap(weights, engine.generate(prompt, 1, Sampling(8, ()), seed=1)) < 1e-4
+
+
+def test_generation_config_of_the_model_is_ignored(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    """NeMo-RL#3497: a checkpoint's repetition_penalty must not reach the samples. Last: it replaces the shared engine."""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model.generation_config.repetition_penalty, model.generation_config.do_sample = 1.3, True
+    model.save_pretrained(tmp_path)
+    assert gap(model, make_engine(tmp_path).generate(PROMPTS, 2, SAMPLING, seed=1)) < 1e-4

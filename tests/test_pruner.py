@@ -1,0 +1,148 @@
+"""The method's object on synthetic states: keep rate, guards, learning, and a state that goes on where it stopped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from args import Args, parse
+from arrol import Pruner
+from engine import Rollout
+
+HIDDEN = 8
+
+
+def settings(**changes: object) -> Args:
+    """The embedded model's flags with 8-wide states in mind."""
+    return parse([f"--{name.replace('_', '-')}={value}" for name, value in ({"head_width": 16, "head_passes": 1, "cold_start": 2} | changes).items()])
+
+
+def arrivals(groups: int, size: int, seed: int) -> tuple[Tensor, list[int], list[float]]:
+    """States, group ids and labels; dimension 0 tells right from wrong, and groups differ in how often they are right."""
+    generator = torch.Generator().manual_seed(seed)
+    group = torch.arange(groups).repeat_interleave(size)
+    chance = torch.rand(groups, generator=generator)[group]
+    labels = (torch.rand(len(group), generator=generator) < chance).float()
+    states = torch.randn(len(group), HIDDEN, generator=generator)
+    states[:, 0] += 3 * (2 * labels - 1)
+    return states, (group + 1000 * seed).tolist(), labels.tolist()
+
+
+def one_step(pruner: Pruner, step: int, groups: int = 16, size: int = 16) -> list[tuple[Rollout, float]]:
+    """A training step of the pruner alone, arrivals in two parts as an engine delivers them; rollouts with their true labels."""
+    states, ids, labels = arrivals(groups, size, step)
+    pruner.begin(step)
+    half = len(ids) // 2 + 3
+    decisions = pruner.decide(states[:half], ids[:half]) + pruner.decide(states[half:], ids[half:])
+    rollouts = [Rollout(group, [0] * 20, [], "stop" if d.keep else "pruned", state, state, d.score, d.posterior, d.survival)
+                for group, state, d in zip(ids, states, decisions)]
+    pruner.learn(rollouts, [label if d.keep else None for d, label in zip(decisions, labels)])
+    return list(zip(rollouts, labels))
+
+
+@pytest.mark.parametrize("survival", ["bernoulli", "systematic"])
+@pytest.mark.parametrize("changes", [{}, {"tilt": "printed"}, {"prune": "random"}, {"keep_ratio": 0.25}, {"balance": 4.0}])
+def test_keep_rate_over_30_steps(survival: str, changes: dict) -> None:
+    """Within 3 points of kappa, clipped probabilities included; nothing is pruned in the cold start."""
+    args = settings(survival=survival, **changes)
+    pruner = Pruner(args, HIDDEN)
+    steps = [one_step(pruner, step) for step in range(1, 33)]
+    kept = [[r.finish != "pruned" for r, _ in rollouts] for rollouts in steps]
+    assert all(map(all, kept[:2])) and not any(map(all, kept[2:]))
+    rate = sum(map(sum, kept[2:])) / sum(map(len, kept[2:]))
+    assert abs(rate - args.keep_ratio) < 0.03
+
+
+def balance(pruner: Pruner) -> tuple[float, float]:
+    """Mean distance of a group's positive ratio from 1/2, before and after pruning, over 20 steps after 10 of learning."""
+    before = after = count = 0.0
+    for step in range(1, 31):
+        rollouts = one_step(pruner, step)
+        for group in {r.group for r, _ in rollouts} if step > 10 else ():
+            all_labels = [y for r, y in rollouts if r.group == group]
+            kept = [y for r, y in rollouts if r.group == group and r.finish != "pruned"]
+            before += abs(sum(all_labels) / len(all_labels) - 0.5)
+            after += abs(sum(kept) / len(kept) - 0.5)
+            count += 1
+    return before / count, after / count
+
+
+def test_survivors_are_more_balanced_than_what_arrived() -> None:
+    before, after = balance(Pruner(settings(survival="systematic"), HIDDEN))
+    assert after < before - 0.03
+    before, after = balance(Pruner(settings(survival="systematic", prune="random"), HIDDEN))
+    assert abs(after - before) < 0.02
+
+
+def test_groups_keep_their_minimum() -> None:
+    pruner = Pruner(settings(keep_ratio=0.05, p_min=0.01, min_survivors=3), HIDDEN)
+    for step in range(1, 6):
+        rollouts = one_step(pruner, step)
+        survivors = [sum(r.group == group and r.finish != "pruned" for r, _ in rollouts) for group in {r.group for r, _ in rollouts}]
+        assert min(survivors) >= 3
+    assert max(survivors) < 10
+
+
+def test_keep_ratio_1_keeps_all_and_draws_nothing_that_matters() -> None:
+    pruner = Pruner(settings(keep_ratio=1.0), HIDDEN)
+    assert all(r.finish != "pruned" and r.survival == 1.0 for step in range(1, 6) for r, _ in one_step(pruner, step))
+
+
+def test_a_state_that_is_not_a_number_is_kept_and_never_learnt_from() -> None:
+    pruner = Pruner(settings(), HIDDEN)
+    for step in range(1, 5):
+        one_step(pruner, step)
+    pruner.begin(5)
+    states, ids, _ = arrivals(2, 16, 5)
+    states[3] = float("nan")
+    decisions = pruner.decide(states, ids)
+    assert decisions[3].keep and not all(d.keep for d in decisions)
+    metrics = pruner.learn([Rollout(ids[3], [0] * 20, [], "stop", states[3], states[3], decisions[3].score, decisions[3].posterior, 1.0)], [1.0])
+    assert metrics["scores_rejected"] == 1 and all(p.isfinite().all() for p in pruner.head.parameters())
+
+
+def test_the_head_learns_and_is_judged_on_what_it_has_not_seen() -> None:
+    pruner = Pruner(settings(head_passes=20), HIDDEN)
+    one_step(pruner, 1)
+    pruner.begin(2)
+    states, ids, labels = arrivals(16, 16, 2)
+    decisions = pruner.decide(states, ids)
+    rollouts = [Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, d.survival) for g, s, d in zip(ids, states, decisions)]
+    metrics = pruner.learn(rollouts, labels)
+    assert metrics["head_auc"] > 0.95 and metrics["head_auc_within"] > 0.9 and metrics["head_accuracy"] > metrics["head_base_rate"]
+
+
+def test_unjudged_rollouts_teach_nothing() -> None:
+    """miles#2800: a grader's time-out is no negative label."""
+    pruner = Pruner(settings(), HIDDEN)
+    states, ids, _ = arrivals(1, 4, 1)
+    pruner.begin(1)
+    rollouts = [Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, 1.0) for g, s, d in zip(ids, states, pruner.decide(states, ids))]
+    pruner.learn(rollouts, [1.0, None, 0.0, 1.0])
+    assert pruner.trainer.count == 3 and pruner.calibrator.prior == pytest.approx(2 / 3)
+
+
+def test_a_restored_pruner_decides_as_the_one_that_was_saved(tmp_path) -> None:
+    """transformers#40500: the generator must come back too, under weights_only."""
+    straight, first = Pruner(settings(), HIDDEN), Pruner(settings(), HIDDEN)
+    for step in range(1, 5):
+        one_step(straight, step)
+        one_step(first, step)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second = Pruner(settings(seed=9), HIDDEN)
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for step in range(5, 8):
+        expected, got = one_step(straight, step), one_step(second, step)
+        assert [(r.finish, r.score, r.survival) for r, _ in expected] == [(r.finish, r.score, r.survival) for r, _ in got]
+    assert all(torch.equal(a, b) for a, b in zip(straight.head.parameters(), second.head.parameters()))
+
+
+def test_seeds_differ_although_the_engine_reseeds_the_process() -> None:
+    """vllm#8519: building an engine fixes torch's global stream; draws must come from the run's own."""
+    def decisions(seed: int) -> list[bool]:
+        torch.manual_seed(0)
+        pruner = Pruner(settings(seed=seed), HIDDEN)
+        return [r.finish == "pruned" for step in range(1, 5) for r, _ in one_step(pruner, step)]
+
+    assert decisions(1) != decisions(2) and decisions(1) == decisions(1)
