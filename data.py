@@ -126,7 +126,7 @@ def _rows(source: str) -> Iterator[_Row]:
         try:
             yield from _parquet_rows(path) if ending == ".parquet" else _json_rows(path)
         except OSError as error:
-            raise _error(source, error.strerror or str(error), "give the path of a readable file or a hub id") from error
+            raise _error(source, error.strerror or str(error), "name a readable file or a hub id") from error
     else:
         yield from _hub_rows(source)
 
@@ -138,12 +138,11 @@ def _json_rows(path: Path) -> Iterator[_Row]:
         if path.suffix.lower() == ".json" and file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             file.seek(0)
             try:
-                listed = enumerate(json.loads(file.read()), 1)
-            except json.JSONDecodeError as error:
-                raise _error(f"{path}:{error.lineno}", f"bad JSON ({error.msg})", "mend it (a list of objects)") from error
+                listed = json.loads(file.read())
             except (ValueError, RecursionError) as error:
-                raise _error(path, f"bad JSON ({error})", "mend it (a list of objects)") from error
-            yield from (_json_row(row, number, f"{path} (row {number})") for number, row in listed)
+                place = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
+                raise _error(place, f"bad JSON ({error})", "mend it (a list of objects)") from error
+            yield from (_json_row(row, number, f"{path} (row {number})") for number, row in enumerate(listed, 1))
             return
         file.seek(0)
         for number, line in enumerate(file, 1):
@@ -183,15 +182,14 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
 
     try:
         file = parquet.ParquetFile(path)
-        columns = _columns(file.schema_arrow.names, path)
-        yield from _arrow_rows(file.iter_batches(65_536, columns=list(columns)), columns)
     except pyarrow.ArrowException as error:
-        raise _error(path, f"not readable as problems and answers ({error})", "give it a text column problem and a column answer") from error
+        raise _error(path, f"no parquet file ({error})", "write it anew") from error
+    columns = _columns(file.schema_arrow.names, path)
+    yield from _arrow_rows(file.iter_batches(65_536, columns=list(columns)), columns, path)
 
 
 def _hub_rows(source: str) -> Iterator[_Row]:
     import datasets
-    import pyarrow
 
     try:
         table = datasets.load_dataset(source, split="train")
@@ -199,20 +197,23 @@ def _hub_rows(source: str) -> Iterator[_Row]:
         raise _error(source, f"no such file, and the hub gave no train split ({error})", "check the name") from error
     columns = _columns(table.column_names, source)
     tables = table.select_columns(list(columns)).with_format("arrow").iter(65_536)
-    try:
-        yield from _arrow_rows((b for t in tables for b in t.combine_chunks().to_batches()), columns)
-    except pyarrow.ArrowException as error:
-        raise _error(source, f"not readable as problems and answers ({error})", "give it a text column problem and a column answer") from error
+    yield from _arrow_rows((b for t in tables for b in t.combine_chunks().to_batches()), columns, source)
 
 
-def _arrow_rows(batches: Iterable[pyarrow.RecordBatch], columns: tuple[str, str]) -> Iterator[_Row]:
+def _arrow_rows(
+    batches: Iterable[pyarrow.RecordBatch], columns: tuple[str, str], place: str | Path
+) -> Iterator[_Row]:
     """DAPO has each problem 100 times in 1.8 million nested rows: arrow merges equal ones, Python sees the rest."""
     import numpy
     import pyarrow
 
     merged, rows = None, 0
     for batch in batches:
-        texts, answers = (_flat(batch.column(batch.schema.get_field_index(column))) for column in columns)
+        try:
+            texts, answers = (_flat(batch.column(batch.schema.get_field_index(column))) for column in columns)
+        except pyarrow.ArrowException as error:
+            fault = f"columns {columns} hold no text, chat or ground_truth ({error})"
+            raise _error(place, fault, "store them as text in columns problem and answer") from error
         numbers = numpy.arange(rows + 1, rows + 1 + len(batch))
         table = pyarrow.table([texts, answers, numbers, numpy.ones_like(numbers)], ["text", "answer", "row", "count"])
         groups = pyarrow.concat_tables([merged, table] if merged else [table]).group_by(["text", "answer"])
@@ -333,7 +334,7 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, generation_config: GenerationConfig | None
 ) -> list[int]:
     """Every id that ends a response, sorted: the EOS ids of tokenizer, config and generation config, which often
-    differ (Qwen3 base checkpoints: 151643 and 151645), and the special token with which the chat template ends a turn."""
+    differ (Qwen3 base checkpoints: 151643 and 151645), and the special token that ends a turn in the chat template."""
     found: set[int] = set()
     for holder in (tokenizer, config, generation_config):
         ids = getattr(holder, "eos_token_id", None)
@@ -492,7 +493,7 @@ class Grader:
                 # A worker that had served others may have run out of memory for their sake: a new one has to tell.
                 if reply == "timeout" or (reply == "memory" and fresh):
                     return "timeout"
-            raise RuntimeError(f"the grading workers keep dying ({reply}); is memory short, or math-verify not installed?")
+            raise RuntimeError(f"grading workers keep dying ({reply}): is memory short, or math-verify not installed?")
         finally:
             self._idle.put(worker)
 

@@ -1,0 +1,272 @@
+"""Data sets in, prompts out: what real files and tokenizers do to a trainer that trusts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
+
+from data import INSTRUCTION, Problem, load, stop_token_ids, sums, sums_range, tokenize
+
+DAPO_HEAD = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+DAPO_TAIL = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+def chat_row(text: str, answer: str, index: int = 0) -> dict[str, object]:
+    """A row in the nested form of DAPO and verl."""
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}],
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": str(index)},
+    }
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> str:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def pairs(source: str) -> list[tuple[str, str]]:
+    return [(problem.text, problem.answer) for problem in load(source)[0]]
+
+
+# ------------------------------------------------------------------ the built-in sums
+
+
+def test_sums_are_right_repeatable_and_held_out_ones_are_never_trained_on() -> None:
+    train, test = sums(300, seed=1), sums(60, seed=2, split="test")
+    assert train == sums(300, seed=1) != sums(300, seed=2)
+    assert len({p.id for p in train}) == 300 and not {p.text for p in train} & {p.text for p in test}
+    assert all(eval(p.text.removesuffix("=?")) == int(p.answer) for p in train + test)
+
+
+def test_the_source_of_sums_says_how_many_numbers_and_how_large() -> None:
+    assert sums_range("sums") == ((3, 10), 15) and sums_range("sums:2-3:20") == ((2, 3), 20)
+    assert sums_range("summary.jsonl") is None
+    problems, report = load("sums:2-2:9", seed=3)
+    assert len(problems) == 81 and "81 sums" in report and "\n" not in report
+    assert load("sums:2-2:9", seed=4)[0] != problems == load("sums:2-2:9", seed=3)[0]
+
+
+@pytest.mark.parametrize("source", ["sums:", "sums:3", "sums:3-2:9", "sums:0-2:9", "sums:2-3:0", "sums:1-1:1"])
+def test_sums_that_make_no_sense_are_refused(source: str) -> None:
+    with pytest.raises(ValueError, match=f"^--dataset {source}: "):
+        load(source)
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(
+    "row, answer",
+    [
+        ({"problem": "What is 1+1?", "answer": "2", "solution": "\\boxed{3}"}, "2"),
+        ({"question": "What is 1+1?", "answer": 2}, "2"),
+        ({"question": "What is 1+1?", "answer": 2.0}, "2"),
+        ({"question": "What is 1+1?", "answer": "One and one\nmake <<1+1=2>>2\n#### 2"}, "2"),
+        ({"Problem": "What is 1+1?", "Answer": " 2 "}, "2"),
+        ({"problem": "What is 1+1?", "solution": "Not \\boxed{3} but $\\boxed{\\frac{4}{2}}$."}, "\\frac{4}{2}"),
+        ({"prompt": "What is 1+1?", "answer": "2"}, "2"),
+        (chat_row("What is 1+1?", "2"), "2"),
+        (chat_row(DAPO_HEAD + "What is 1+1?" + DAPO_TAIL, "2"), "2"),
+        (chat_row("Solve the following math problem step by step.\n\nWhat is 1+1?", "2"), "2"),
+    ],
+)
+def test_the_usual_columns_are_understood(tmp_path: Path, ending: str, row: dict[str, object], answer: str) -> None:
+    """A2: and DAPO's request for an `Answer:` line is taken off."""
+    assert pairs(write(tmp_path / f"rows.{ending}", [row])) == [("What is 1+1?", answer)]
+
+
+@pytest.mark.parametrize("form", ["rows.jsonl", "rows.json", "rows.parquet", "a folder"])
+def test_each_problem_comes_once_however_often_its_row_does(tmp_path: Path, form: str) -> None:
+    """A1: DAPO-Math-17k holds every problem 100 times. A folder goes the way of a hub id."""
+    asked = ["$1+1$?", "在 $1+2$ 中?", "$1+3$?"]
+    rows = [chat_row(DAPO_HEAD + text + DAPO_TAIL, str(n + 2), i) for i in range(100) for n, text in enumerate(asked)]
+    source = write(tmp_path / ("rows.parquet" if form == "a folder" else form), rows)
+    problems, report = load(str(tmp_path) if form == "a folder" else source)
+    assert [p.text for p in problems] == asked and [p.answer for p in problems] == ["2", "3", "4"]
+    assert len({p.id for p in problems}) == 3
+    assert "300 rows read, 3 problems kept" in report and "297 duplicates" in report and "\n" not in report
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+def test_every_row_is_accounted_for(tmp_path: Path, ending: str) -> None:
+    """A5: a gold that is None, empty or nan is no gold. One problem with two answers has none either."""
+    rows = [("a", "1"), ("a  ", "$01.0$"), ("b", "1"), ("b", "2"), ("b", "1"), ("c", None), ("d", ""), ("e", "NaN")]
+    rows += [("", "5"), (None, "5"), ("f", "6")]
+    source = write(tmp_path / f"rows.{ending}", [{"problem": text, "answer": answer} for text, answer in rows])
+    problems, report = load(source)
+    assert [(p.text, p.answer) for p in problems] == [("a", "1"), ("f", "6")]
+    assert report == (
+        f"rows.{ending}: 11 rows read, 2 problems kept; rows dropped: 1 duplicates, 3 with conflicting answers, "
+        "2 without a text, 3 without an answer"
+    )
+
+
+def test_jsonl_with_a_byte_order_mark_blank_lines_and_line_separators_in_strings(tmp_path: Path) -> None:
+    """A22: U+2028 is a line break to str.splitlines and not to JSON."""
+    path = tmp_path / "rows.jsonl"
+    good = '\ufeff{"problem": "a\u2028b", "answer": "1"}\r\n\n{"problem": "c", "answer": "2"}\n'
+    path.write_bytes(good.encode())
+    assert pairs(str(path)) == [("a\u2028b", "1"), ("c", "2")]
+    path.write_bytes((good + '{"problem": "d", "ans').encode())
+    with pytest.raises(ValueError, match="rows.jsonl:4: bad JSON"):
+        load(str(path))
+
+
+@pytest.mark.parametrize(
+    "name, content, place",
+    [
+        ("missing.jsonl", None, "missing.jsonl: "),
+        ("missing.parquet", None, "missing.parquet: "),
+        ("rows.csv", b"problem,answer\n", "rows.csv: "),
+        ("rows.jsonl", b"", "rows.jsonl: "),
+        ("rows.jsonl", b'{"problem": "a", "answer": "1"} {"problem": "b", "answer": "2"}\n', "rows.jsonl:1: "),
+        ("rows.jsonl", b'{\n  "problem": "a",\n  "answer": "1"\n}\n', "rows.jsonl:1: "),
+        ("rows.jsonl", b'{"problem": "a", "answer": "1"}\n{"problem": "\xff", "answer": "1"}\n', "rows.jsonl:2: "),
+        ("rows.jsonl", b'{"problem": "a", "answer": "1"}\n{"text": "b", "label": "1"}\n', "rows.jsonl:2: "),
+        ("rows.jsonl", b'["a", "1"]\n', "rows.jsonl:1: "),
+        ("rows.jsonl", b"[" * 100_000, "rows.jsonl:1: "),
+        ("rows.json", b'[{"problem": "a", "answer": "1"},\n{"problem": "b"', "rows.json:2: "),
+        ("rows.json", b'[{"problem": "a", "answer": "1"}, 7]', r"rows.json \(row 2\): "),
+        ("rows.parquet", b"not parquet", "rows.parquet: "),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_with_its_line(
+    tmp_path: Path, name: str, content: bytes | None, place: str
+) -> None:
+    """A22: one sentence with the flag, the place and the remedy."""
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^--dataset .*{place}.*; ") as caught:
+        load(str(tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_column_of_another_kind_is_named(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.parquet", [{"problem": "a", "answer": ["1", "2"]}])
+    with pytest.raises(ValueError, match="^--dataset .*rows.parquet: .*answer.*; "):
+        load(source)
+
+
+def test_importing_data_is_light() -> None:
+    """The grader's workers run this file as a script, once for every hostile answer."""
+    heavy = "{'torch', 'vllm', 'transformers', 'datasets', 'pyarrow', 'numpy', 'math_verify', 'sympy'}"
+    check = f"import sys, data; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parent.parent).returncode == 0
+
+
+# ------------------------------------------------------------------ prompts
+
+LLAMA_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+THINKING_TEMPLATE = LLAMA_TEMPLATE + "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
+ADDED = ["<bos>", "<eos>", "<|start|>", "<|end|>"]
+BOS, EOS, START, END = range(4)
+
+
+def tokenizer(template: str | None = None, add_eos: bool = False, letters: bool = True) -> PreTrainedTokenizerFast:
+    """One token a character; it puts `<bos>` before all that it encodes with special tokens, as Llama's does."""
+    characters = [chr(c) for c in range(32, 127) if letters or not chr(c).isalpha()] + ["\n"]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(ADDED + characters)}, unk_token=None))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(ADDED)
+    form = "<bos> $A <eos>" if add_eos else "<bos> $A"
+    core.post_processor = processors.TemplateProcessing(form, special_tokens=[("<bos>", BOS), ("<eos>", EOS)])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>")
+    made.chat_template = template
+    return made
+
+
+def ids_of(text: str, with_tokenizer: PreTrainedTokenizerFast, **options: object) -> list[int]:
+    (prompt,), dropped = tokenize([Problem("1", text, "2")], with_tokenizer, 1024, **options)
+    assert dropped == 0
+    return prompt.token_ids
+
+
+@pytest.mark.parametrize("template", [None, LLAMA_TEMPLATE, "{{ bos_token }}" + LLAMA_TEMPLATE])
+@pytest.mark.parametrize("add_eos", [False, True])
+@pytest.mark.parametrize("text", ["What is 1+1?", "<bos>What is 1+1?"])
+def test_bos_comes_once_and_eos_not_at_all(template: str | None, add_eos: bool, text: str) -> None:
+    """E18: template and tokenizer both add BOS. And a prompt that ends with EOS asks for nothing."""
+    ids = ids_of(text, tokenizer(template, add_eos))
+    assert ids[0] == BOS and ids[1] != BOS and EOS not in ids
+    if template and not text.startswith("<bos>"):
+        assert ids.count(BOS) == 1 and ids[1] == START
+
+
+def test_the_prompt_asks_for_a_box_by_the_template_or_in_plain_text() -> None:
+    """A2, A23: a tokenizer without a template gets a plain prompt and does not raise."""
+    plain, chat = tokenizer(), tokenizer(LLAMA_TEMPLATE)
+    assert plain.decode(ids_of("1+1?", plain)) == f"<bos>1+1?\n{INSTRUCTION}\n" and "\\boxed{}" in INSTRUCTION
+    expected = f"<bos><|start|>user\n1+1?\n{INSTRUCTION}<|end|><|start|>assistant\n"
+    assert chat.decode(ids_of("1+1?", chat)) == expected
+
+
+@pytest.mark.parametrize("instruction", [None, ""])
+def test_without_an_instruction_the_plain_prompt_is_the_problem_and_a_newline(instruction: str | None) -> None:
+    """The embedded model's vocabulary has no letters to write an instruction with."""
+    digits = tokenizer(letters=False)
+    assert digits.decode(ids_of("25-13=?", digits, instruction=instruction)) == "<bos>25-13=?\n"
+
+
+def test_a_problem_that_the_tokenizer_cannot_write_at_all_is_no_empty_prompt() -> None:
+    """E19: an empty list of ids fails in the engine, far from its cause."""
+    silent = tokenizer("{{ '' }}", letters=False)
+    with pytest.raises(ValueError, match="no token of problem 1"):
+        ids_of("1+1", silent)
+
+
+@pytest.mark.parametrize("enable_thinking, end", [(True, "<think>"), (False, "<think></think>")])
+def test_the_template_is_told_whether_to_think(enable_thinking: bool, end: str) -> None:
+    """A23: thinking left on, or off, because the template never heard of the setting."""
+    thinker = tokenizer(THINKING_TEMPLATE)
+    assert thinker.decode(ids_of("1+1", thinker, enable_thinking=enable_thinking)).endswith(f"assistant\n{end}")
+
+
+@pytest.mark.parametrize("template", [None, LLAMA_TEMPLATE])
+def test_prompts_that_are_too_long_are_dropped_by_their_token_count(template: str | None) -> None:
+    """E19: counted in tokens, BOS and template included; problems keep their order."""
+    one = tokenizer(template)
+    problems = [Problem(str(n), "1" * n, "2") for n in (3, 1, 2)]
+    length = len(ids_of("1", one)) + 1
+    prompts, dropped = tokenize(problems, one, max_prompt_tokens=length)
+    assert [p.problem.id for p in prompts] == ["1", "2"] and dropped == 1
+    assert [len(p.token_ids) for p in prompts] == [length - 1, length]
+    assert tokenize([], one, length) == ([], 0)
+
+
+def test_every_end_of_sequence_id_stops_a_response() -> None:
+    """E10: tokenizer, config and generation config each know another one, and base checkpoints a wrong one."""
+    plain = tokenizer()
+    assert stop_token_ids(plain, PreTrainedConfig(eos_token_id=7), None) == [EOS, 7]
+    config, generation = PreTrainedConfig(eos_token_id=[7, 5]), GenerationConfig(eos_token_id=[9, 5])
+    assert stop_token_ids(plain, config, generation) == [EOS, 5, 7, 9]
+    assert stop_token_ids(plain, PreTrainedConfig(eos_token_id=None), GenerationConfig(eos_token_id=6)) == [EOS, 6]
+
+
+def test_the_end_of_a_turn_stops_a_response_too() -> None:
+    """E10: a base checkpoint whose every eos_token_id is the end of text is prompted by a template all the same."""
+    config = PreTrainedConfig(eos_token_id=EOS)
+    assert stop_token_ids(tokenizer(LLAMA_TEMPLATE), config, None) == [EOS, END]
+    assert stop_token_ids(tokenizer("{% for m in messages %}{{ m['content'] }}\n{% endfor %}"), config, None) == [EOS]

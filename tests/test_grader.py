@@ -1,0 +1,331 @@
+"""The grader: which answer counts, what it is worth, and that no answer can hurt another one or the run."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import Grader, Verdict, extract_answer
+
+TOWER = r"\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}"  # hangs sympy, in C
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    with Grader(workers=2, timeout=20.0) as shared:
+        yield shared
+
+
+def workers_of(parent: int) -> list[int]:
+    """The grading workers that `parent` has started and that still run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and b"--grade-worker" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+# ------------------------------------------------------------------ which answer counts
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"So \boxed{5}. That is wrong; it is \boxed{7}", "7"),  # A14: 0.9.0 alone would make it {5, 7}
+        (r"\boxed {5}", "5"),
+        (r"\fbox{42}", "42"),
+        (r"\\boxed{5}", "5"),
+        (r"a\\\boxed{5}", "5"),
+        (r"$\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\left\{ 1, 2 \right\}}", r"\left\{ 1, 2 \right\}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{ $5$ }", "5"),
+        (r"\boxed{}", None),
+        (r"\boxed{5", None),
+        (r"\boxed{5} or \boxed{6", "5"),
+        (r"\boxed{ {5}", None),
+        (r"{ \boxed{5} and then text", "5"),
+        ("Answer: 13", "13"),
+        ("Answer: $13$", "13"),
+        ("**Answer:** 13", "13"),
+        ("**Answer**: 13.", "13"),
+        ("**Answer: 13**", "13"),
+        ("### Final Answer: $\\frac{1}{2}$.", r"\frac{1}{2}"),
+        ("first\nAnswer: 12\nno, wait\nanswer: 13\nThat was it.", "13"),
+        (r"Answer: \boxed{13}", "13"),
+        (r"Answer: $\boxed{13}$", "13"),
+        ("Answer: 12\nso \\boxed{13}\nAnswer: 14", "13"),  # a box beats a line
+        (r"Answer: \boxed{13", None),
+        ("Answer:", None),
+        ("I mention 42 here and there but commit to nothing", None),  # A16
+        ("The answer is 42.", None),
+        ("", None),
+        (r"<think> \boxed{1} </think> The result is \boxed{2}", "2"),
+        (r"<think> \boxed{1} </think> The result is 2", None),
+        (r"<think> perhaps \boxed{1}", None),
+        (r"a </think> b \boxed{1} </think> Answer: 2", "2"),
+    ],
+)
+def test_the_answer_that_a_response_commits_itself_to(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+def test_a_box_counts_wherever_it_stands_and_however_long_it_is() -> None:
+    """A13: looking at the last 300 characters only cuts a long set off."""
+    content = ", ".join(str(n) for n in range(1000, 1100))
+    assert extract_answer(f"So \\boxed{{{content}}}. " + "And more words. " * 100) == content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{" * 40_000,
+        "\\boxed{" * 20_000 + "}" * 20_000,
+        "{" * 100_000 + "\\boxed{5}",
+        "\\" * 200_000,
+        "\\boxed" + " " * 200_000,
+        " " * 200_000 + "Answer",
+        "Answer: " + "*" * 200_000 + "x",
+        "answer" + " " * 200_000,
+        "Answer:\n" * 40_000,
+        "<think>" * 40_000,
+    ],
+)
+def test_extraction_takes_linear_time(text: str) -> None:
+    """Quadratic matching would take minutes here."""
+    assert len(extract_answer(text) or "") < len(text)
+
+
+# ------------------------------------------------------------------ what it is worth
+
+CASES = [  # gold, response, whether it is right; most from public reports of graders that got them wrong
+    ("840", r"therefore\boxed{840}., but let me check ... **Final Answer** \boxed{840}", True),
+    ("004", r"\boxed{4}", True),
+    ("033", r"\boxed{33}", True),
+    ("1", r"It must be \boxed{1}. The reason why \boxed{1} is right: every other case fails.", True),
+    ("2.5", r"\boxed{2\frac{1}{2}}", True),
+    ("10", r"\boxed{4 10/3}", False),
+    ("1331,1728", r"\boxed{1728, 1331}", True),
+    ("n=2, 3, 4", r"\boxed{n=1, 2, 3}", False),
+    (r"19, 46, \text{ and } 82", r"\boxed{21, 36, and 82}", False),
+    (r"\pm 2021", r"\boxed{2021}", False),
+    ("4", r"\boxed{4\sqrt(2)}", False),
+    (r"y = -\frac{1}{2}x + \frac{3}{4}", r"\boxed{2x+4y-3=0}", True),
+    ("34x+45y-20z+100=0", r"\boxed{-34x-45y+20z-100=0}", True),
+    (r"28\%", r"\boxed{28 percent}", True),
+    (r"7.41\%", r"\boxed{7.41\%}", True),
+    ("e^{16} - 1", r"\boxed{-1 + e^{16}}", True),
+    (r"\dfrac{9}{7}", r"\boxed{\frac{9}{7}}", True),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \frac{2\pi}{3})}", False),
+    ("x<3", r"\boxed{(-\infty, 3)}", True),  # A8: only with the gold as the first argument
+    (r"(1,\frac{9}{2})", r"\boxed{(1,4.5)}", True),
+    (r"0.5 + \frac{\pi}{8}", r"\boxed{\pi \div 8 + 1 \div 2}", True),
+    ("-2,1", r"\boxed{1,-2}", True),
+    (r"\frac{1}{2}", r"\boxed{\frac12}", True),
+    ("42", r"\fbox{42}", True),
+    ("42", "There is a 42 in here, but nobody says that it is the result.", False),
+    (r"\frac{1}{3}", r"<think> say \boxed{\frac{1}{3}} </think> Finally: \boxed{\frac{1}{2}}", False),
+    ("E", r"\boxed{\text{E}}", True),
+    ("5", r"Answer: \boxed{5}", True),
+    ("13", "Answer: $13$", True),
+    ("7", r"\boxed{1,2,3,4,5,6,7}", False),
+    ("70", r"\boxed{70}", True),
+    ("5", r"\boxed{}", False),
+    ("5", r"\boxed{5", False),
+    # A2, A5: one number in many dresses
+    ("13", "Answer: 13", True),
+    ("13", r"Answer: $\boxed{13}$", True),
+    ("70.0", r"\boxed{70}", True),
+    ("070", r"\boxed{70}", True),
+    (" 70 ", r"\boxed{70}", True),
+    ("$70$", r"\boxed{70}", True),
+    ("70", r"\boxed{\frac{140}{2}}", True),
+    ("70", r"\boxed{x = 70}", True),
+    ("1234", r"\boxed{1,234}", True),
+    ("1234567", r"\boxed{1{,}234{,}567}", True),
+    ("10000", r"\boxed{10,\!000}", True),
+    ("-3", r"\boxed{3}", False),
+    ("0", r"\boxed{-0.00}", True),
+    # A7: a gold of bare LaTeX, right and wrong
+    (r"\sqrt{17}", r"\boxed{17^{1/2}}", True),
+    (r"\sqrt{17}", r"\boxed{\sqrt{19}}", False),
+    (r"\dfrac{9}{7}", r"\boxed{\frac{7}{9}}", False),
+    (r"\text{Evelyn}", r"\boxed{Evelyn}", True),
+    (r"\text{Evelyn}", r"\boxed{\text{Joyce}}", False),
+    ("\\begin{cases", "Answer: \\begin{cases", True),  # not to be parsed: compared as text
+    ("\\begin{cases", r"\boxed{5}", False),
+]
+
+
+def test_each_answer_gets_what_it_is_worth(grader: Grader) -> None:
+    verdicts = grader.grade([text for _, text, _ in CASES], [gold for gold, _, _ in CASES])
+    got = [(gold, text, verdict.reward) for (gold, text, _), verdict in zip(CASES, verdicts)]
+    assert got == [(gold, text, float(right)) for gold, text, right in CASES]
+
+
+def test_the_kinds_of_verdict_and_their_rewards(grader: Grader) -> None:
+    """Q5: no gold is no fault of the response, so there is no label. A number as gold is a gold (A5)."""
+    texts, golds = [r"\boxed{5}", r"\boxed{6}", "5", r"\boxed{5}", r"\boxed{5}"], ["5", "5", "5", "", None]
+    kinds = ["right", "wrong", "no answer", "bad gold", "bad gold"]
+    verdicts = grader.grade(texts, golds)
+    assert [v.kind for v in verdicts] == kinds and [v.reward for v in verdicts] == [1.0, 0.0, 0.0, None, None]
+    assert [v.answer for v in verdicts] == ["5", "6", None, "5", "5"]
+    assert Verdict("timeout", "5").reward is None
+    assert [v.reward for v in grader.grade([r"\boxed{70}"] * 2, [70, 70.0])] == [1.0, 1.0]
+
+
+def test_nothing_is_dropped_from_a_batch_and_lengths_must_agree(grader: Grader) -> None:
+    """A19: the denominator of an accuracy is the number of responses."""
+    assert len(grader.grade([r"\boxed{5}"] * 5, ["5"] * 5)) == 5 and grader.grade([], []) == []
+    with pytest.raises(ValueError):
+        grader.grade([r"\boxed{5}"] * 2, ["5"])
+
+
+DRESSES = ["{}", "${}$", " {} ", "{}.0", "{}.", "\\({}\\)"]
+
+
+@given(st.integers(-(10**30), 10**30), st.integers(-2, 2), st.sampled_from(DRESSES), st.sampled_from(DRESSES))
+@settings(max_examples=100, deadline=None)
+def test_integers_are_equal_exactly_when_their_values_are(number: int, off: int, gold: str, given_as: str) -> None:
+    with Grader() as fast:
+        text = f"\\boxed{{{given_as.format(number + off)}}}"
+        verdict, grouped = fast.grade([text, f"\\boxed{{{number:,}}}"], [gold.format(number), str(number)])
+    assert verdict.kind == ("wrong" if off else "right") and grouped.kind == "right"
+
+
+def test_a_thousand_integers_start_no_worker() -> None:
+    """Nor do golds of a hundred thousand digits, which int() refuses, and answers too long to be one."""
+    huge = "7" * 100_000
+    texts = [f"\\boxed{{{n}}}" for n in [*range(1000), huge, huge, "x" + huge]]
+    with Grader() as fast:
+        started = set(workers_of(os.getpid()))
+        verdicts = fast.grade(texts, [f"{n:03d}" for n in range(1000)] + [huge, "7", "x"])
+        assert set(workers_of(os.getpid())) == started
+    assert [v.kind for v in verdicts] == ["right"] * 1001 + ["wrong"] * 2
+
+
+# ------------------------------------------------------------------ workers
+
+
+def test_a_hostile_answer_costs_its_own_bound_and_nothing_else() -> None:
+    """A10: math-verify's own time-out does not stop it. Neighbours are graded, before it and after it."""
+    texts = [r"\boxed{\frac12}", f"\\boxed{{{TOWER}}}", r"\boxed{0.5}", f"\\boxed{{{TOWER}}}", r"\boxed{\frac13}"]
+    with Grader(workers=1, timeout=2.0) as single:
+        single.grade([r"\boxed{0.5}"], ["1/2"])
+        verdicts = single.grade(texts, [r"\frac{2}{4}", "1", r"\frac{2}{4}", "1", r"\frac{2}{4}"])
+        assert [v.kind for v in verdicts] == ["right", "timeout", "right", "timeout", "wrong"]
+    assert verdicts[1].reward is None
+
+
+def test_grading_from_threads(grader: Grader) -> None:
+    """A9: math-verify works in the main thread only, and raises elsewhere."""
+
+    def graded(n: int) -> float | None:
+        return grader.grade([f"\\boxed{{\\frac{{{n}}}{{7}}}}"], [f"{2 * n}/14"])[0].reward
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(graded, range(1, 9))) == [1.0] * 8
+
+
+def test_a_worker_that_is_killed_is_replaced_and_ctrl_c_kills_none() -> None:
+    """Ctrl-C in a terminal reaches the workers too; what to do then is for the parent to say."""
+    with Grader(timeout=20.0) as single:
+        before = set(workers_of(os.getpid()))
+        assert single.grade([r"\boxed{0.5}"], ["1/2"])[0].kind == "right"
+        (worker,) = set(workers_of(os.getpid())) - before
+        os.kill(worker, signal.SIGINT)
+        assert single.grade([r"\boxed{0.25}"], ["1/4"])[0].kind == "right" and runs(worker)
+        os.kill(worker, signal.SIGKILL)
+        assert single.grade([r"\boxed{0.75}"], ["3/4"])[0].kind == "right" and not runs(worker)
+
+
+def test_workers_have_a_memory_bound_and_the_parent_has_none_from_them() -> None:
+    with Grader(timeout=20.0, memory_mb=777) as single:
+        before = set(workers_of(os.getpid()))
+        single.grade([r"\boxed{0.5}"], ["1/2"])
+        (worker,) = set(workers_of(os.getpid())) - before
+        assert resource.prlimit(worker, resource.RLIMIT_AS) == (777 << 20, 777 << 20)
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] != 777 << 20
+
+
+def test_workers_that_cannot_work_are_an_error_and_no_reward() -> None:
+    """Q5: here there is too little memory to load math-verify; a machine without it is the same."""
+    with Grader(memory_mb=60) as broken, pytest.raises(RuntimeError, match="workers keep dying"):
+        broken.grade([r"\boxed{0.5}"], ["1/2"])
+
+
+def test_closing_leaves_no_worker_not_even_a_busy_one() -> None:
+    grader = Grader(workers=2, timeout=60.0)
+    before = set(workers_of(os.getpid()))
+    with ThreadPoolExecutor(1) as threads:
+        hanging = threads.submit(grader.grade, [r"\boxed{0.5}", f"\\boxed{{{TOWER}}}"], ["1/2", "1"])
+        assert wait_for(lambda: len(set(workers_of(os.getpid())) - before) == 2)
+        started = set(workers_of(os.getpid())) - before
+        grader.close()
+        with pytest.raises(RuntimeError):
+            hanging.result()
+    grader.close()
+    assert not any(runs(worker) for worker in started)
+    with pytest.raises(RuntimeError):
+        grader.grade([r"\boxed{0.5}"], ["1/2"])
+
+
+def test_workers_die_with_a_parent_that_is_killed() -> None:
+    """Both the idle one, whose input ends, and the busy one, which reads none."""
+    program = (
+        "import threading, data\n"
+        "grader = data.Grader(workers=2, timeout=3.0)\n"
+        r"print(grader.grade([r'\boxed{0.5}', r'\boxed{0.25}'], ['1/2', '1/4'])[0].kind, flush=True)" + "\n"
+        f"grader.grade([r'\\boxed{{{TOWER}}}'], ['1'])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout.readline() == b"right\n"
+    assert wait_for(lambda: len(workers_of(parent.pid)) == 2)
+    workers = workers_of(parent.pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_for(lambda: not any(runs(worker) for worker in workers))
+
+
+def test_a_script_that_grades_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
+    """multiprocessing's spawn imports the main script once more in every child."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import data\n"
+        "print('run')\n"
+        r"print(data.Grader().grade([r'\boxed{0.5}'], ['1/2'])[0].kind)" + "\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["run", "right"] and not done.stderr
