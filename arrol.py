@@ -26,7 +26,7 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from args import Args, fail, parse
@@ -46,6 +46,7 @@ import checkpoint
 import data
 from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece, survival_probability, tilt_group, tilt_printed
 from engine import Decision, Engine, NothingScored, Rollout, Sampling
+from grader import Grader, Verdict
 from grpo import Learner, LossConfig, Policy, SamplerGapError, Sequence, group_advantages, overlong_penalty, shard
 from quality_head import HeadTrainer, QualityHead, head_metrics
 from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
@@ -137,7 +138,7 @@ class Batch:
     """Rollouts of one training step with their verdicts (None when pruned), and the advantages of the rows that are trained on."""
 
     rollouts: list[Rollout] = dataclasses.field(default_factory=list)
-    verdicts: list[data.Verdict | None] = dataclasses.field(default_factory=list)
+    verdicts: list[Verdict | None] = dataclasses.field(default_factory=list)
     advantages: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def extend(self, other: Batch) -> None:
@@ -157,7 +158,7 @@ class Trainer:
     """One training run on an engine that it may share with an earlier one."""
 
     def __init__(self, args: Args, engine: Engine, tokenizer, prompts: list[data.Prompt], held_out: list[data.Prompt],
-                 stop_token_ids: list[int], grader: data.Grader, device: torch.device) -> None:
+                 stop_token_ids: list[int], grader: Grader, device: torch.device) -> None:
         self.args, self.engine, self.tokenizer, self.grader = args, engine, tokenizer, grader
         self.prompts, self.held_out, self.device = prompts, held_out, device
         model, self.policy = self._policy(frozen=False)
@@ -214,6 +215,7 @@ class Trainer:
         clock["step"] = time.perf_counter() - started
         self.seconds += clock["step"]
         metrics = {"step": self.step_number, "wall_clock": self.seconds, "epoch": self.taken / len(self.prompts), "usable_groups": len(usable),
+                   "prompt_tokens": sum(len(prompts[r.group].token_ids) for r in batch.rollouts),
                    **{f"time_{name}": seconds for name, seconds in clock.items()}, **rollout_metrics(batch.rollouts, batch.labels, self.args.detect_length), **batch.verdict_counts(), **learned, **head,
                    "pruning": bool(self.pruner and self.pruner.active)}
         return metrics, self._rows(prompts, batch)
@@ -406,55 +408,61 @@ def load_tokenizer(args: Args):
     return tokenizer, data.stop_token_ids(tokenizer, config, generation_config)
 
 
-def main(args: Args) -> int:
-    """Train as `args` say; returns the exit status."""
+@contextlib.contextmanager
+def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
+    """What the runs of one process share: data, grader, engine. Yields the function that builds a run from its flags."""
     if not args.verbose:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         warnings.filterwarnings("ignore", category=FutureWarning)
+    tokenizer, stop_token_ids = load_tokenizer(args)
+    prompts, held_out = load_prompts(args, tokenizer)
+    device, engine = start_process_group(), None
+    try:
+        with Grader(args.grader_workers) as grader:
+            engine = Engine(args.model, args.detect_length, args.max_length, args.max_num_seqs, dtype=working_dtype(device), seed=args.seed,
+                            gpu_memory_utilization=args.gpu_memory_utilization, kv_cache_gb=args.kv_cache_gb, verbose=args.verbose)
+            engine.sleep()  # before the trainer's weights go to the GPU
+            yield lambda flags: Trainer(flags, engine, tokenizer, prompts, held_out, stop_token_ids, grader, device)
+    finally:
+        if engine is not None:
+            engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main(args: Args) -> int:
+    """Train as `args` say; returns the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's notice is treated as Ctrl-C
-    folder = Path(args.output)
-    resume_from = None
+    folder, resume_from = Path(args.output), None
     if args.resume:
         found = checkpoint.complete(folder)
         if not found:
             fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
         resume_from = found[-1]
-    tokenizer, stop_token_ids = load_tokenizer(args)
-    prompts, held_out = load_prompts(args, tokenizer)
-    if not args.resume:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False))
-    device, engine = start_process_group(), None
-    with data.Grader(args.grader_workers) as grader:
-        try:
-            engine = Engine(args.model, args.detect_length, args.max_length, args.max_num_seqs, dtype=working_dtype(device), seed=args.seed,
-                            gpu_memory_utilization=args.gpu_memory_utilization, kv_cache_gb=args.kv_cache_gb, verbose=args.verbose)
-            engine.sleep()  # before the trainer's weights go to the GPU
-            common = (engine, tokenizer, prompts, held_out, stop_token_ids, grader, device)
-            runs = {}
+    try:
+        with workbench(args) as trainer:
+            if not resume_from:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False))
+            runs, method = {}, args.algo.upper()
             if args.baseline_steps and not resume_from:
                 plain = dataclasses.replace(args, prune="none", steps=args.baseline_steps, output=str(folder / "baseline"))
-                Trainer(plain, *common).run(f"{args.algo.upper()}, no pruning", checkpoints=False)
+                trainer(plain).run(method, checkpoints=False)
             if (folder / "baseline").is_dir():
-                runs[f"{args.algo.upper()}"] = load_metrics(folder / "baseline")
-            name = args.algo.upper() + {"arrol": " + ARRoL", "random": " + random pruning", "none": ""}[args.prune]
-            runs[name] = Trainer(args, *common).run(name, resume_from)
-            plot_reward(runs, folder / "reward.png")
-            print(summary(runs))
-            print(f"\nreward against time: {folder / 'reward.png'}\nrun folder: {folder}  (metrics.jsonl, rollouts.jsonl, {checkpoint.complete(folder)[-1].name})")
-            return 0
-        except KeyboardInterrupt:
-            print(f"\nstopped; the step under way was dropped. {where_to_resume(folder)}", file=sys.stderr)
-            return 130
-        except (SamplerGapError, NothingScored) as error:
-            print(f"\narrol.py: stopped: {error}\n{where_to_resume(folder)}", file=sys.stderr)
-            return 1
-        finally:
-            if engine is not None:
-                engine.close()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+                runs[method] = load_metrics(folder / "baseline")
+            name = method + {"arrol": " + ARRoL", "random": " + random pruning", "none": ""}[args.prune]
+            runs[name] = trainer(args).run(name, resume_from)
+        plot_reward(runs, folder / "reward.png")
+        print(f"{summary(runs)}\n\nreward against time: {folder / 'reward.png'}\nrun folder: {folder}  (metrics.jsonl, rollouts.jsonl, "
+              f"{checkpoint.complete(folder)[-1].name})")
+        return 0
+    except KeyboardInterrupt:
+        print(f"\nstopped; the step under way was dropped. {where_to_resume(folder)}", file=sys.stderr)
+        return 130
+    except (SamplerGapError, NothingScored) as error:
+        print(f"\narrol.py: stopped: {error}\n{where_to_resume(folder)}", file=sys.stderr)
+        return 1
 
 
 def where_to_resume(folder: Path) -> str:

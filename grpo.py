@@ -68,14 +68,12 @@ def group_advantages(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tens
     tensor([ 1.1547, -0.5773,  0.0000, -0.5773])
     """
     _, group = groups.unique(return_inverse=True)
-    values = rewards.double()
+    values = rewards.float().double()  # sums of float32 values are exact here, and so is the mean of equal ones
     zeros = values.new_zeros(int(group.max()) + 1 if len(group) else 0)
     count = zeros.index_add(0, group, torch.ones_like(values))
     centred = values - (zeros.index_add(0, group, values) / count)[group]
     std = (zeros.index_add(0, group, centred.square()) / (count - 1).clamp(min=1)).sqrt()
-    # Not std == 0: the mean of equal rewards such as 0.1 may be off by a rounding error, which std + eps would blow up.
-    low, high = (zeros.scatter_reduce(0, group, values, end, include_self=False) for end in ("amin", "amax"))
-    return (centred / (std[group] + eps)).masked_fill((low == high)[group], 0.0).float()
+    return (centred / (std[group] + eps)).float()
 
 
 def overlong_penalty(lengths: Tensor, max_response: int, cache: int) -> Tensor:
@@ -309,13 +307,14 @@ class Learner:
             state["step"].zero_()
         self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))
 
-    def update(self, sequences: list[Sequence], max_gap: float) -> dict[str, float]:
+    def update(self, sequences: list[Sequence], max_gap: float, max_mean_gap: float = float("inf")) -> dict[str, float]:
         """Learn from one batch of rollouts (this rank's share) in `minibatches` optimizer steps. Row i belongs to step
         i mod `minibatches`: rows sorted by prompt, by length or by arrival all spread evenly.
 
         With one step the old log-probs are the current ones and cost no pass; with more, a pass without gradient comes
         first. Raises SamplerGapError, with weights and optimizer untouched, if a token's log-prob differs by more than
-        `max_gap` (nats) between sampler and trainer. Steps without any gradient, or with one that is not finite, are
+        `max_gap` (nats) between sampler and trainer, or the tokens' on average by more than `max_mean_gap`: in bfloat16
+        single tokens may differ much, and the mean is the sharper test. Steps without any gradient, or with one that is not finite, are
         skipped.
 
         Returns, over all ranks, `loss` (mean over steps), `kl` (if beta > 0), `grad_norm` (before clipping),
@@ -330,10 +329,10 @@ class Learner:
             for batch in chain.from_iterable(plan):
                 batch.old_logprobs, entropy = frozen_logprobs(self.policy, batch.inputs)
                 tally.measure(batch, entropy)
-            self._check_gap(tally, max_gap)
+            self._check_gap(tally, max_gap, max_mean_gap)
         logprobs_done = time.perf_counter() if separate_pass else started
-        limit = None if separate_pass else max_gap
-        norms = [self._step(batches, tally, limit) for batches, live in zip(plan, alive) if live]
+        limits = None if separate_pass else (max_gap, max_mean_gap)
+        norms = [self._step(batches, tally, limits) for batches, live in zip(plan, alive) if live]
         finite = [norm for norm in norms if norm < float("inf")]
         sums = tally.read()
         tokens, trained = max(1.0, sums["tokens"]), max(1.0, sums["trained"])
@@ -381,8 +380,8 @@ class Learner:
         inputs = tuple(tensor.to(self.device) for tensor in pad(rows))
         return MicroBatch(inputs, *(t.to(self.device) for t in (advantages, sampler, weights.repeat_interleave(sizes))))
 
-    def _step(self, batches: list[MicroBatch], tally: Tally, max_gap: float | None) -> float:
-        """One optimizer step on the sum of `batches`; checks the gap before it unless `max_gap` is None. Returns the
+    def _step(self, batches: list[MicroBatch], tally: Tally, max_gaps: tuple[float, float] | None) -> float:
+        """One optimizer step on the sum of `batches`; checks the gap before it unless `max_gaps` is None. Returns the
         gradient's norm before clipping; if that is not finite, inf, and nothing is changed."""
         try:
             for batch in batches:
@@ -391,8 +390,8 @@ class Learner:
                     batch.old_logprobs = logprobs.detach()
                     tally.measure(batch, entropy)
                 (self._loss(batch, logprobs, tally) * world_size()).backward()  # FSDP averages over ranks
-            if max_gap is not None:
-                self._check_gap(tally, max_gap)
+            if max_gaps is not None:
+                self._check_gap(tally, *max_gaps)
             norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.grad_clip)
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).nan_to_num(nan=torch.inf).item()
             if norm < float("inf"):
@@ -416,13 +415,13 @@ class Learner:
         tally.add(batch, trained=torch.ones_like(loss), loss=loss, clip_low=low, clip_high=high)
         return loss.sum()
 
-    def _check_gap(self, tally: Tally, max_gap: float) -> None:
+    def _check_gap(self, tally: Tally, max_gap: float, max_mean_gap: float) -> None:
         sums = tally.read()
-        if sums["gap_max"] > max_gap:
+        if sums["gap_max"] > max_gap or sums["gap"] > max_mean_gap * sums["tokens"]:
             raise SamplerGapError(
                 f"the sampler's log-probs of its samples differ from the trainer's by up to {sums['gap_max']:.4g} nats"
-                f" and {sums['gap'] / sums['tokens']:.4g} on average ({sums['tokens']:.0f} tokens); the limit on the"
-                f" largest is {max_gap:.4g}. The sampler runs other weights than the trainer: the last weight sync"
+                f" and {sums['gap'] / sums['tokens']:.4g} on average ({sums['tokens']:.0f} tokens); the limits are"
+                f" {max_gap:.4g} and {max_mean_gap:.4g}. The sampler runs other weights than the trainer: the last weight sync"
                 " failed or missed a part (or temperature or precision differ). Nothing was updated."
             )
 

@@ -111,9 +111,10 @@ def test_advantages_of_ragged_groups_by_hand() -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7])
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:
-    """G1: a lone survivor must not turn into NaN, nor a rounding error in the mean of 0.1s into a signal."""
-    advantages = group_advantages(torch.full((count,), reward), torch.zeros(count, dtype=torch.int64))
-    assert torch.equal(advantages, torch.zeros(count))
+    """G1: a lone survivor must not turn into NaN, nor a rounding error in the mean of float64 0.1s into a signal."""
+    for dtype in (torch.float32, torch.float64):
+        advantages = group_advantages(torch.full((count,), reward, dtype=dtype), torch.zeros(count, dtype=torch.int64))
+        assert torch.equal(advantages, torch.zeros(count))
 
 
 def test_the_same_prompt_twice_is_two_groups() -> None:
@@ -230,7 +231,7 @@ class LargestFloat(TorchDispatchMode):
 def test_logits_never_exist_as_a_whole() -> None:
     """G26: forward and backward make nothing larger than a chunk of logits or the embedding itself, and what forward
     keeps for backward is less than the response tokens' logits."""
-    vocab, chunk, hidden = 2000, 7, 16
+    vocab, chunk, hidden = 5000, 7, 16
     sequences = make_sequences(6, vocab=vocab)
     policy = Policy(make_model(vocab_size=vocab, hidden_size=hidden), 1.0, chunk)
     input_ids, *rest = pad(sequences)
@@ -475,6 +476,8 @@ def test_samples_of_other_weights_stop_the_run(minibatches: int) -> None:
     before, moments = weights(learner), optimizer_state(learner)
     with pytest.raises(SamplerGapError, match=r"differ .* up to .* on average .* limit .* 0\.0001.*weight sync"):
         learner.update(sequences, max_gap=1e-4)
+    with pytest.raises(SamplerGapError):  # the mean alone, as in bfloat16
+        learner.update(sequences, max_gap=100.0, max_mean_gap=1e-4)
     assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
     assert all(p.grad is None for p in learner.policy.parameters())
     assert learner.update(sampled_by(learner.policy, sequences), max_gap=1e-4)["optimizer_steps"] == minibatches
@@ -510,6 +513,16 @@ def test_warm_up_then_constant() -> None:
     learner = make_learner(Policy(make_model(), 1.0), lr=8.0e-6, warmup_steps=4)
     rates = [learner.update(make_sequences(2), NO_LIMIT)["lr"] for _ in range(6)]
     assert rates == pytest.approx([2e-6, 4e-6, 6e-6, 8e-6, 8e-6, 8e-6])
+
+
+def test_the_first_step_is_adamws_first() -> None:
+    """Bias correction counts from 1: without decay, any sizeable gradient moves its weight by lr."""
+    learner = make_learner(Policy(make_model(), 1.0), weight_decay=0.0, warmup_steps=0, lr=1e-3)
+    seen, before = watch_gradients(learner), weights(learner)
+    learner.update(make_sequences(6), NO_LIMIT)
+    for old, new, gradient in zip(before, weights(learner), seen[0]):
+        moved = (old - new)[gradient.abs() > 1e-4]
+        torch.testing.assert_close(moved, 1e-3 * gradient[gradient.abs() > 1e-4].sign(), atol=1e-6, rtol=0)
 
 
 def test_kl_needs_a_reference() -> None:

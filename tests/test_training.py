@@ -21,6 +21,7 @@ import data
 from args import TINY, Args, parse
 from arrol import Pruner, Trainer
 from engine import Engine
+from grader import Grader, Verdict
 from grpo import SamplerGapError
 from quality_head import QualityHead
 
@@ -36,7 +37,7 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 def trainer(engine: Engine, tmp_path: Path) -> Callable[..., Trainer]:
     """Builds a trainer from flags; small steps unless they say otherwise."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    with data.Grader() as grader:
+    with Grader() as grader:
         def make(**changes: object) -> Trainer:
             flags = {"steps": 6, "prompts": 6, "group_size": 8, "cold_start": 1, "eval_problems": 0, "output": tmp_path / str(time.monotonic_ns()),
                      "token_budget": 4096, "warmup_steps": 2} | changes
@@ -130,7 +131,7 @@ def test_dapo_refills_groups_without_variance_and_gives_up(trainer: Callable[...
     metrics, _ = run.step()
     assert metrics["rollouts"] > 4 * 8 and 0 < metrics["usable_groups"] <= 12
     before = weights(run)
-    wrong = data.Verdict("wrong", "1")
+    wrong = Verdict("wrong", "1")
     monkeypatch.setattr(run.grader, "grade", lambda texts, golds: [wrong] * len(texts))
     metrics, _ = run.step()
     assert metrics["usable_groups"] == 0 and metrics["rollouts"] == 3 * 4 * 8 and metrics["optimizer_steps"] == 0

@@ -1,0 +1,320 @@
+"""Right or wrong: what a response commits itself to, and whether that equals the gold answer.
+
+    with Grader(workers=4) as grader:
+        verdicts = grader.grade(texts, golds)
+
+Standard library and math-verify only, and light to import: the worker processes run this file as a script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+# ------------------------------------------------------------------ answers
+
+_ANSWER_LINE = re.compile(r"^[ \t>*_#-]*(?:the )?(?:final )?answer[ \t*_]*[:\uff1a][ \t*_]*(.*)$", re.I | re.M)
+_BOX = re.compile(r"\\(?:boxed|fbox)\b")
+_BRACES = re.compile(r"\\?\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
+_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,|,\\!|\{,\}|\\,)[0-9]{3})+(?:\.0*)?")
+
+
+def _last_box(text: str) -> str | None:
+    r"""What the last balanced `\boxed{…}` or `\fbox{…}` holds; a box in a box is one box. In linear time."""
+    opened: list[tuple[int, int]] = []  # an open brace: where its command begins, where its content begins
+    box = content = (0, 0)
+    for token in _BRACES.finditer(text):
+        if token[0] == "{":
+            opened.append((-1, -1))
+        elif token[0] == "}":
+            begin, start = opened.pop() if opened else (-1, -1)
+            if begin >= 0:
+                around = text[start : box[0]] + text[box[1] : token.start()]
+                content = content if start <= box[0] and not around.strip() else (start, token.start())
+                box = (begin, token.end())
+        elif token[0].endswith("{") and token[0] != "\\{":
+            opened.append(token.span())
+    return text[slice(*content)].strip() if box[1] else None
+
+
+def extract_answer(text: str) -> str | None:
+    r"""The answer that a response commits itself to: its last balanced box, or else its last `Answer:` line.
+
+    What stands before the last `</think>`, or in a block of thinking that never ends, does not count. None if there
+    is nothing explicit: a number in passing earns nothing.
+
+    >>> extract_answer(r"<think> \boxed{1} </think> So \boxed{2}, no, \boxed{\frac{3}{4}}."), extract_answer("it is 5")
+    ('\\frac{3}{4}', None)
+    """
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    answer = _last_box(text)
+    if answer is None and (lines := _ANSWER_LINE.findall(text)):
+        answer = lines[-1].strip().rstrip("*_").removesuffix(".").rstrip("*_ ")
+        answer = "" if _BOX.search(answer) else answer  # a box that was cut off
+    return _bare(answer or "") or None
+
+
+def _bare(text: str) -> str:
+    """Without the dollar signs or the brackets of inline math around it, and with single spaces."""
+    text = " ".join(text.split())
+    if text.startswith("\\(") and text.endswith("\\)") and text.count("\\(") == 1:
+        text = text[2:-2].strip()
+    inner = text.strip("$").strip()
+    return text if "$" in inner or inner.endswith("\\") else inner
+
+
+def _integer(text: str, grouped: bool = False) -> str | None:
+    """The integer that `text` is (`070`, `$70$`, `70.0`; if `grouped` also `1,234`), as canonical digits; else None.
+
+    Digits stay text: int() refuses, and takes quadratic time for, the huge numbers that models write.
+    """
+    text = _bare(text)
+    if grouped and _GROUPED.fullmatch(text):
+        text = re.sub(r"[^0-9.+-]", "", text)
+    match = _INTEGER.fullmatch(text)
+    if match is None:
+        return None
+    digits = match[2].lstrip("0") or "0"
+    return "-" + digits if match[1] == "-" and digits != "0" else digits
+
+
+def canonical(answer: str) -> str:
+    """One spelling for integers and for bare math: equal spellings are equal answers, not the reverse."""
+    return _integer(answer) or _bare(answer)
+
+
+def gold_text(cell: object, column: str = "answer") -> str:
+    """A gold answer as text, whatever type it had; "" where there is none."""
+    if isinstance(cell, float) and cell.is_integer():
+        cell = int(cell)
+    text = "" if cell is None or isinstance(cell, (list, dict)) else str(cell).strip()
+    if column == "solution":
+        text = _last_box(text) or ""
+    elif "####" in text:  # GSM8K: the working, then the answer
+        text = text.rpartition("####")[2].strip()
+    return "" if text.lower() == "nan" else text
+
+
+# ------------------------------------------------------------------ the grader
+
+LONGEST_ANSWER = 2_000  # characters; ten times the longest gold answer of the usual benchmarks
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`kind` is "right", "wrong", "no answer", "timeout" or "bad gold"; `answer` what was extracted from the text.
+
+    A timeout (the time or memory bound, spent on this answer) or a bad gold is no verdict on the response, so it has
+    no reward: it must neither train the quality head nor enter its group's baseline.
+    """
+
+    kind: str
+    answer: str | None
+
+    @property
+    def reward(self) -> float | None:
+        """1.0 for right, 0.0 for wrong and for no answer, None (no label) for timeout and bad gold."""
+        return {"right": 1.0, "wrong": 0.0, "no answer": 0.0}.get(self.kind)
+
+
+class Grader:
+    """Grades responses; math-verify runs in `workers` child processes that can be killed.
+
+    An answer may take `timeout` seconds of wall-clock time and `memory_mb` of address space: what is over is
+    killed and costs nobody else anything. Integers and literally equal answers are settled without math-verify, and
+    the first worker starts with the first answer that is not. Safe to use from several threads at once.
+    """
+
+    def __init__(self, workers: int = 1, timeout: float = 5.0, memory_mb: int = 2048) -> None:
+        if workers < 1 or timeout <= 0:
+            raise ValueError(f"a grader needs a worker and a time bound above 0, not {workers} and {timeout}")
+        self._timeout, self._memory_mb, self._closed = timeout, memory_mb, False
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grader")
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()  # None: a worker yet to be started
+        for _ in range(workers):
+            self._idle.put(None)
+        self._alive: set[_Worker] = set()
+        self._lock = threading.Lock()
+
+    def grade(self, texts: list[str], golds: list[str]) -> list[Verdict]:
+        """A verdict on each response in `texts` by its answer in `golds`.
+
+        Raises:
+            RuntimeError: the workers cannot start or keep dying; no reward is given for that.
+        """
+        answers = [extract_answer(text) for text in texts]
+        golds = [gold_text(gold) for gold in golds]
+        kinds = [_settle(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+        # Rollouts of one group often agree: each different pair is verified once.
+        rows = list(zip(golds, answers, kinds))
+        pairs = list(dict.fromkeys((gold, answer) for gold, answer, kind in rows if kind is None))
+        verified = dict(zip(pairs, self._threads.map(self._verify, pairs)))
+        return [Verdict(kind or verified[gold, answer], answer) for gold, answer, kind in rows]
+
+    def _verify(self, pair: tuple[str, str]) -> str:
+        worker = self._idle.get()
+        try:
+            for _ in range(3):
+                worker = worker or self._start()
+                fresh = worker.jobs == 0
+                reply = worker.ask(pair, self._timeout)
+                if reply in ("right", "wrong"):
+                    return reply
+                with self._lock:
+                    self._alive.discard(worker)
+                worker.close()
+                worker = None
+                # A worker that had served others may have run out of memory for their sake: a new one has to tell.
+                if reply == "timeout" or (reply == "memory" and fresh):
+                    return "timeout"
+            raise RuntimeError(f"grading workers keep dying ({reply}): is memory short, or math-verify not installed?")
+        finally:
+            self._idle.put(worker)
+
+    def _start(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the grader is closed")
+            worker = _Worker(self._timeout, self._memory_mb)
+            self._alive.add(worker)
+        return worker
+
+    def close(self) -> None:
+        """Kills the workers, busy or not. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            for worker in self._alive:
+                worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        while self._alive:
+            self._alive.pop().close()
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+def _settle(gold: str, answer: str | None) -> str | None:
+    """The verdict where it takes no mathematics to find it, else None."""
+    if not gold:
+        return "bad gold"
+    if answer is None:
+        return "no answer"
+    if _bare(gold) == answer:
+        return "right"
+    whole, given = _integer(gold), _integer(answer, grouped=True)
+    if whole is not None and given is not None:
+        return "right" if whole == given else "wrong"
+    return "wrong" if len(answer) > max(LONGEST_ANSWER, 2 * len(gold)) else None
+
+
+class _Worker:
+    """The parent's end of one worker process: a line of JSON down its stdin for each pair, a word back.
+
+    A fresh interpreter and neither a fork (the parent holds an engine, threads and much memory) nor multiprocessing's
+    spawn (it would import the parent's main script again).
+    """
+
+    def __init__(self, timeout: float, memory_mb: int) -> None:
+        script = [os.path.abspath(__file__), "--grade-worker", str(timeout), str(memory_mb), str(os.getpid())]
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", *script], stdin=pipe, stdout=pipe, stderr=nowhere, bufsize=0
+        )
+        self.jobs = 0
+
+    def ask(self, pair: tuple[str, str], timeout: float) -> str:
+        """One of "right", "wrong", "timeout" and "memory", or else how the worker died."""
+        if self.jobs == 0 and (greeting := self._read(START_SECONDS)) != "ready":
+            return f"at the start: {greeting}"
+        self.jobs += 1
+        try:
+            self._process.stdin.write(json.dumps(pair).encode() + b"\n")
+        except BrokenPipeError:
+            return self._death()
+        return self._read(timeout)
+
+    def _read(self, seconds: float) -> str:
+        poll = select.poll()  # select() itself takes no file descriptor above 1023
+        poll.register(self._process.stdout, select.POLLIN)
+        if not poll.poll(1000 * seconds):
+            return "timeout"
+        return self._process.stdout.readline().decode().strip() or self._death()
+
+    def _death(self) -> str:
+        code = self._process.wait()
+        # Aborts and segmentation faults are how C libraries take the memory bound; SIGKILL comes from elsewhere.
+        return "memory" if -code in (signal.SIGABRT, signal.SIGSEGV) else f"exit code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+def _serve(timeout: float, memory_mb: int, parent: int) -> None:
+    """A worker's life. It ends with its stdin, with its parent, or, busy, by its own alarm soon after the bound."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent cleans up
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no reply
+    try:
+        greeting = "ready" if _equivalent("\\frac{1}{2}", "0.5") else "math-verify cannot tell that 1/2 is 0.5"
+    except (ImportError, MemoryError) as error:
+        greeting = f"{type(error).__name__}: {error}".replace("\n", " ")
+    os.write(replies, f"{greeting}\n".encode())
+    while True:
+        while not select.select([0], [], [], 1.0)[0]:
+            if os.getppid() != parent:  # a forked sibling may hold the pipe open when the parent is gone
+                return
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        signal.setitimer(signal.ITIMER_REAL, timeout + 2.0)
+        try:
+            reply = "right" if _equivalent(*json.loads(line)) else "wrong"
+        except MemoryError:
+            reply = "memory"
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        os.write(replies, f"{reply}\n".encode())
+
+
+def _equivalent(gold: str, answer: str) -> bool:
+    r"""Whether math-verify takes the two for equal. Both go in as `\boxed{…}`: bare LaTeX is often not found at all.
+
+    The gold goes first, for the comparison is not symmetric. What cannot be parsed equals nothing here (equal
+    strings never come here). math-verify's own time-outs are off: they need a main thread and stop no C code.
+    """
+    from math_verify import parse, verify
+
+    try:
+        parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in (gold, answer)]
+        return verify(*parsed, timeout_seconds=None, raise_on_error=True)
+    except MemoryError:
+        raise
+    except Exception:  # parsers and sympy raise whatever they like on whatever a model writes
+        return False
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["--grade-worker"]:
+    _serve(float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
