@@ -314,8 +314,8 @@ class Learner:
         With one step the old log-probs are the current ones and cost no pass; with more, a pass without gradient comes
         first. Raises SamplerGapError, with weights and optimizer untouched, if a token's log-prob differs by more than
         `max_gap` (nats) between sampler and trainer, or the tokens' on average by more than `max_mean_gap`: in bfloat16
-        single tokens may differ much, and the mean is the sharper test. Steps without any gradient, or with one that is not finite, are
-        skipped.
+        single tokens may differ much, and the mean is the sharper test. Steps without any gradient, or with one that
+        is not finite, are skipped.
 
         Returns, over all ranks, `loss` (mean over steps), `kl` (if beta > 0), `grad_norm` (before clipping),
         `clip_low` and `clip_high` (fractions of tokens), `entropy`, `gap_mean` and `gap_max` of the policy that
@@ -421,8 +421,8 @@ class Learner:
             raise SamplerGapError(
                 f"the sampler's log-probs of its samples differ from the trainer's by up to {sums['gap_max']:.4g} nats"
                 f" and {sums['gap'] / sums['tokens']:.4g} on average ({sums['tokens']:.0f} tokens); the limits are"
-                f" {max_gap:.4g} and {max_mean_gap:.4g}. The sampler runs other weights than the trainer: the last weight sync"
-                " failed or missed a part (or temperature or precision differ). Nothing was updated."
+                f" {max_gap:.4g} and {max_mean_gap:.4g}. The sampler runs other weights than the trainer: the last"
+                " weight sync failed or missed a part (or temperature or precision differ). Nothing was updated."
             )
 
     def state_dict(self) -> dict[str, dict]:

@@ -474,13 +474,15 @@ def test_samples_of_other_weights_stop_the_run(minibatches: int) -> None:
     sequences = sampled_by(learner.policy, make_sequences(6))
     assert learner.update(sequences, max_gap=1e-4)["gap_max"] < 1e-5
     before, moments = weights(learner), optimizer_state(learner)
-    with pytest.raises(SamplerGapError, match=r"differ .* up to .* on average .* limit .* 0\.0001.*weight sync"):
+    with pytest.raises(SamplerGapError, match=r"differ .* up to .* on average .* limits are 0\.0001 .*weight sync"):
         learner.update(sequences, max_gap=1e-4)
+    with pytest.raises(SamplerGapError, match=r"limits are 1e\+09 and 0\.0001"):
+        learner.update(sequences, NO_LIMIT, max_mean_gap=1e-4)
     with pytest.raises(SamplerGapError):  # the mean alone, as in bfloat16
         learner.update(sequences, max_gap=100.0, max_mean_gap=1e-4)
     assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
     assert all(p.grad is None for p in learner.policy.parameters())
-    assert learner.update(sampled_by(learner.policy, sequences), max_gap=1e-4)["optimizer_steps"] == minibatches
+    assert learner.update(sampled_by(learner.policy, sequences), 1e-4, 1e-5)["optimizer_steps"] == minibatches
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
