@@ -101,7 +101,7 @@ def demonstrate(problem: Problem, way: str, rng: random.Random) -> str:
 def batches(tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, mixed: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (ids, labels), int64 (BATCH, T), right-padded, labels -100 on prompt and padding.
 
-    Ways are drawn by `way_shares` where `mixed`, else by LEARN_SHARES. Lengths are alike within a batch, to save padding.
+    Ways are drawn by `way_shares` where `mixed`, else by LEARN_SHARES. Lengths are alike in a batch, to save padding.
     """
     rng, pool = random.Random(seed), 16 * BATCH
     problems = sums(steps * BATCH // 2 + pool, seed, "train", TERMS, LARGEST)
@@ -124,11 +124,12 @@ def batches(tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, mixed: bo
         yield ids, labels
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.AdamW, mixed: bool) -> None:
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.AdamW,
+          mixed: bool) -> None:
     """One stage of supervised training, in place: the first warms up and stays, the second (`mixed`) decays to zero.
 
-    The second divides its loss by a constant: rows of a batch are alike in length, so a mean over each batch would weigh
-    the tokens of guesses several times those of other answers, and the shares would not come out as drawn.
+    The second divides its loss by a constant: rows of a batch are alike in length, so a mean over each batch would
+    weigh the tokens of guesses several times those of other answers, and the shares would not come out as drawn.
     """
     steps = MIX_STEPS if mixed else LEARN_STEPS
     data = batches(tokenizer, steps, SEED + 1 + mixed, mixed)
@@ -137,7 +138,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, optimizer
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * ((1 - step / steps) if mixed else min(1.0, (step + 1) / WARM_UP))
         logits = model(input_ids=ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
         loss = loss / (BATCH * MEAN_TOKENS if mixed else (labels != -100).sum())
         optimizer.zero_grad()
         loss.backward()
@@ -178,10 +179,11 @@ def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems
         width = max(len(prompts[g]) for g in groups)
         ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(prompts[g])) + prompts[g] for g in groups])
         out = model.generate(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long(), max_new_tokens=160,
-                             do_sample=not greedy, temperature=None if greedy else 1.0, top_k=0 if not greedy else None, top_p=None)
+                             **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}))
         for g, row in zip(groups, out[:, width:].tolist()):
             response = row[: row.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in row else row
-            found.append(Sample(g, prompts[g], response, *judge(problems[g], tokenizer.decode(response, skip_special_tokens=True))))
+            text = tokenizer.decode(response, skip_special_tokens=True)
+            found.append(Sample(g, prompts[g], response, *judge(problems[g], text)))
     return found
 
 
@@ -205,7 +207,7 @@ def auc(scores: Tensor, labels: Tensor) -> tuple[float, int]:
 
 
 def head_auc(model: Qwen3ForCausalLM, fit: list[Sample], held_out: list[Sample], index: int) -> tuple[float, float]:
-    """(global, within groups) AUC on `held_out` of a 2-layer head on the state at L_detect = `index`, trained on `fit`."""
+    """(global, within groups) AUC on `held_out` of a 2-layer head on the state at token `index`, fitted to `fit`."""
     fit, held_out = ([s for s in samples if len(s.response) >= index] for samples in (fit, held_out))
     x, y = states(model, fit, index), torch.tensor([float(s.right) for s in fit])
     torch.manual_seed(SEED)
@@ -225,7 +227,8 @@ def head_auc(model: Qwen3ForCausalLM, fit: list[Sample], held_out: list[Sample],
     return auc(scores, right)[0], sum(a * n for a, n in within if n) / pairs
 
 
-def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: int = 128, group_size: int = 16) -> None:
+def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: int = 128,
+            group_size: int = 16) -> None:
     """Prints the table: accuracies, ways, lengths, groups, and the AUC of a head at several L_detect; Markdown."""
     torch.manual_seed(SEED)
     test, started = sums(prompts, SEED + 1, "test", TERMS, LARGEST), time.time()
@@ -233,14 +236,16 @@ def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts
     fit = sample(model, tokenizer, sums(2 * prompts, SEED + 2, "train", TERMS, LARGEST), group_size)
     rate, lengths = (lambda some: sum(s.right for s in some) / max(1, len(some))), [len(s.response) for s in drawn]
     groups = [[s for s in drawn if s.group == g] for g in range(prompts)]
-    print(f"\n| {prompts} held-out sums, G = {group_size} | share | accuracy | mean tokens | min–max |\n|---|---|---|---|---|")
-    for name, some in [("temperature 1", drawn), ("greedy", best), *((w, [s for s in drawn if s.way == w]) for w in WAYS)]:
+    ruler = "|---|---|---|---|---|"
+    print(f"\n| {prompts} held-out sums, G = {group_size} | share | accuracy | mean tokens | min–max |\n{ruler}")
+    by_way = [(way, [s for s in drawn if s.way == way]) for way in WAYS]
+    for name, some in [("temperature 1", drawn), ("greedy", best), *by_way]:
         n = [len(s.response) for s in some] or [0]
         share = len(some) / len(drawn) if name in WAYS else 1
         print(f"| {name} | {share:.1%} | {rate(some):.1%} | {sum(n) / len(n):.1f} | {min(n)}–{max(n)} |")
     for name, value in (("all-0", 0.0), ("all-1", 1.0)):
         print(f"| {name} groups | {sum(rate(g) == value for g in groups) / prompts:.1%} | | | |")
-    print("\n| L_detect | share of mean length | rollouts that reach it | AUC, all | AUC, within groups |\n|---|---|---|---|---|")
+    print(f"\n| L_detect | share of mean length | rollouts that reach it | AUC, all | AUC, within groups |\n{ruler}")
     for index in (8, 10, 12, 14, 16, 20):
         reach, mean = sum(n >= index for n in lengths) / len(lengths), sum(lengths) / len(lengths)
         over_all, within = head_auc(model, fit, drawn, index)
@@ -248,7 +253,8 @@ def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts
     print()
     for n in range(TERMS[0], TERMS[1] + 1):
         some = [s for s in drawn if len(re.findall(r"\d+", test[s.group].text)) == n]
-        print(f"{n} terms: {rate(some):.1%} right; " + ", ".join(f"{w} {rate([s for s in some if s.way == w]):.1%}" for w in WAYS))
+        ways = ", ".join(f"{way} {rate([s for s in some if s.way == way]):.1%}" for way in WAYS)
+        print(f"- {n} terms: {rate(some):.1%} right; {ways}")
     print(f"\nmeasured in {time.time() - started:.0f} s")
 
 
@@ -268,7 +274,8 @@ def main() -> None:
         train(model, tokenizer, optimizer, mixed)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, made in {time.time() - started:.0f} s, saved to {args.out}")
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{size:,} parameters, made in {time.time() - started:.0f} s, saved to {args.out}")
 
 
 if __name__ == "__main__":
