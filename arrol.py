@@ -215,6 +215,7 @@ class Trainer:
         clock["step"] = time.perf_counter() - started
         self.seconds += clock["step"]
         metrics = {"step": self.step_number, "wall_clock": self.seconds, "epoch": self.taken / len(self.prompts), "usable_groups": len(usable),
+                   "tokens_trained": sum(len(batch.rollouts[i].token_ids) for i in batch.advantages),
                    "prompt_tokens": sum(len(prompts[r.group].token_ids) for r in batch.rollouts),
                    **{f"time_{name}": seconds for name, seconds in clock.items()}, **rollout_metrics(batch.rollouts, batch.labels, self.args.detect_length), **batch.verdict_counts(), **learned, **head,
                    "pruning": bool(self.pruner and self.pruner.active)}

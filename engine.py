@@ -29,6 +29,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import numpy as np
 import torch
+import torch._dynamo
 from torch import Tensor
 from tqdm import tqdm
 
@@ -98,6 +99,8 @@ class Engine:
         if not self.on_gpu:
             # One OpenMP pool for sampler and trainer, on the cores this process may use: vLLM would pin threads of its own.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            # vLLM would compile one line of its sampler: half a minute, and no C++ compiler on many machines.
+            torch._dynamo.config.disable = True
         import vllm
 
         where = dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization) if self.on_gpu else dict(

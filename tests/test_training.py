@@ -163,7 +163,7 @@ def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[...,
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disk full at the last file: the half-written folder is never taken for a checkpoint."""
+    """Disk full: the half-written folder is never taken for a checkpoint."""
     run = trainer(steps=1)
     run.run("test")
     folder = Path(run.args.output)
@@ -171,7 +171,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(trainer: Callable[..., Trainer]
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     run.step()
     with pytest.raises(OSError, match="No space left"):
         run.save(folder)
@@ -187,7 +187,9 @@ def test_beta_adds_a_kl_to_the_start_model(trainer: Callable[..., Trainer]) -> N
 def test_ctrl_c_says_where_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:
     """A real run in its own session: SIGINT to the whole group, as a terminal sends it; then the run is resumed."""
     command = [sys.executable, "arrol.py", "--prompts", "4", "--group-size", "8", "--eval-problems", "0", "--baseline-steps", "0"]
-    run = subprocess.Popen([*command, "--steps", "500", "--checkpoint-every", "1", "--output", str(tmp_path / "run")], cwd=ROOT,
+    # this process is the only rank of a group of its own, and has said so in its environment
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    run = subprocess.Popen([*command, "--steps", "500", "--checkpoint-every", "1", "--output", str(tmp_path / "run")], cwd=ROOT, env=environment,
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 240
     while not checkpoint.complete(tmp_path / "run") and run.poll() is None and time.monotonic() < deadline:
@@ -199,8 +201,8 @@ def test_ctrl_c_says_where_to_go_on_and_leaves_no_process(tmp_path: Path) -> Non
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
     done = int(checkpoint.complete(tmp_path / "run")[-1].name.removeprefix("checkpoint-"))
-    again = subprocess.run([sys.executable, "arrol.py", "--resume", str(tmp_path / "run"), "--steps", str(done + 1)], cwd=ROOT, capture_output=True,
-                           text=True, timeout=240)
+    again = subprocess.run([sys.executable, "arrol.py", "--resume", str(tmp_path / "run"), "--steps", str(done + 1)], cwd=ROOT, env=environment,
+                           capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr
     assert "whole step, s" in again.stdout and (tmp_path / "run" / "reward.png").exists()
     steps = [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())]

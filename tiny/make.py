@@ -39,6 +39,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import Problem, sums  # noqa: E402  (the repository is flat, and this script lives one folder down)
+from quality_head import HeadTrainer, QualityHead, auc, within_group_auc  # noqa: E402
 
 SEED = 0
 TERMS, LARGEST = (3, 10), 15
@@ -200,31 +201,17 @@ def states(model: Qwen3ForCausalLM, samples: list[Sample], index: int) -> Tensor
     return torch.cat(rows)
 
 
-def auc(scores: Tensor, labels: Tensor) -> tuple[float, int]:
-    """(P[score of a right one > score of a wrong one], number of such pairs); ties count half."""
-    gap = scores[labels][:, None] - scores[~labels][None, :]
-    return ((gap > 0).float() + 0.5 * (gap == 0).float()).mean().item() if gap.numel() else float("nan"), gap.numel()
-
-
 def head_auc(model: Qwen3ForCausalLM, fit: list[Sample], held_out: list[Sample], index: int) -> tuple[float, float]:
-    """(global, within groups) AUC on `held_out` of a 2-layer head on the state at token `index`, fitted to `fit`."""
+    """(global, within groups) AUC on `held_out` of a quality head on the state at token `index`, fitted to `fit`."""
     fit, held_out = ([s for s in samples if len(s.response) >= index] for samples in (fit, held_out))
-    x, y = states(model, fit, index), torch.tensor([float(s.right) for s in fit])
-    torch.manual_seed(SEED)
-    head = nn.Sequential(nn.LayerNorm(x.shape[1]), nn.Linear(x.shape[1], 256), nn.GELU(), nn.Linear(256, 1))
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=0.01)
-    for _ in range(10):
-        for rows in torch.randperm(len(x)).split(256):
-            loss = F.binary_cross_entropy_with_logits(head(x[rows]).squeeze(-1), y[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    trainer = HeadTrainer(QualityHead(model.config.hidden_size, seed=SEED), passes=10, capacity=len(fit), seed=SEED)
+    trainer.add(states(model, fit, index), torch.tensor([s.right for s in fit]))
+    for _ in range(5):  # a call is cut at 32 minibatches
+        trainer.train()
     with torch.no_grad():
-        scores = head(states(model, held_out, index)).squeeze(-1)
+        scores = trainer.head(states(model, held_out, index))
     right, group = torch.tensor([s.right for s in held_out]), torch.tensor([s.group for s in held_out])
-    within = [auc(scores[group == g], right[group == g]) for g in group.unique()]
-    pairs = sum(n for _, n in within)
-    return auc(scores, right)[0], sum(a * n for a, n in within if n) / pairs
+    return auc(scores, right), within_group_auc(scores, right, group)
 
 
 def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: int = 128,
