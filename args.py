@@ -103,9 +103,9 @@ class Args:
 
 
 EMBEDDED = dict(
-    model=str(TINY), dataset="sums", instruction="", steps=60, prompts=16, minibatches=2, max_prompt=64, max_length=256, detect_length=10,
-    cold_start=5, window=2048, head_buffer=2048, lr=2e-4, warmup_steps=5, weight_decay=0.0, overlong_cache=32, token_budget=2048, bins=32,
-    max_num_seqs=256, kv_cache_gb=0.5, eval_problems=200, baseline_steps=10, checkpoint_every=30,
+    model=str(TINY), dataset="sums", instruction="", steps=40, prompts=16, minibatches=2, max_prompt=64, max_length=256, detect_length=10,
+    cold_start=5, window=2048, head_buffer=2048, lr=5e-5, warmup_steps=5, weight_decay=0.0, overlong_cache=32, token_budget=2048, bins=32,
+    max_num_seqs=256, kv_cache_gb=0.5, eval_problems=200, baseline_steps=10, checkpoint_every=20,
 )
 
 

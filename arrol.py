@@ -37,6 +37,8 @@ if __name__ == "__main__":
 # Before torch loads OpenMP: threads that spin while they wait make a step 20 times slower beside one other busy process, and only
 # a quarter faster on an idle machine (2 cores).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ == "__main__" and not ARGS.verbose:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch.distributed as dist
@@ -237,7 +239,8 @@ class Trainer:
             with timed(clock, "generate"):
                 rollouts = self.engine.generate(
                     {group: prompt.token_ids for group, prompt in fresh.items()}, args.group_size, self.sampling, pruner=self.pruner,
-                    seed=self._seed(attempt), must_score=attempt == 0 and bool(self.pruner and self.pruner.active), progress=True)
+                    seed=self._seed(attempt), must_score=attempt == 0 and bool(self.pruner and self.pruner.active),
+                    last_states=args.head_states == "both", progress=True)
             with timed(clock, "grade"):
                 batch.extend(self._grade(rollouts, prompts))
             groups = labels_by_group(batch.rollouts, batch.labels)

@@ -19,7 +19,10 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 # Read by vLLM when it is imported. In-process: the hook needs the model, and on a CPU it starts 8 times faster. The hook
 # knows the row order of the V1 model runner only.
@@ -43,7 +46,7 @@ class Rollout:
     logprobs: list[float] = field(default_factory=list)  # of each sampled id, after temperature; empty when pruned
     finish: str = ""  # "stop", "length" or "pruned"
     detect_state: Tensor | None = None  # (hidden,) fp32 on the CPU: the state that produced token L_detect, if it went on
-    last_state: Tensor | None = None  # (hidden,) fp32 on the CPU: the state that produced the last token; None when pruned
+    last_state: Tensor | None = None  # (hidden,) fp32 on the CPU: the state that produced the last token, if asked for; None when pruned
     score: float | None = None  # s' in [0, 1], if it was scored
     posterior: float | None = None  # q
     survival: float | None = None  # p
@@ -145,21 +148,23 @@ class Engine:
         return self._compute_logits(hidden)
 
     def generate(self, prompts: Mapping[int, list[int]], samples: int, sampling: Sampling, *, seed: int, pruner: Pruner | None = None,
-                 must_score: bool = False, progress: bool = False) -> list[Rollout]:
+                 must_score: bool = False, last_states: bool = False, progress: bool = False) -> list[Rollout]:
         """`samples` rollouts of each prompt, in order of prompts; those that were pruned are among them, cut at L_detect.
 
-        prompts: group -> token ids. seed: fixes the samples, on one machine. Without a pruner nothing is captured or scored.
+        prompts: group -> token ids. seed: fixes the samples, on one machine. Without a pruner nothing is captured or scored;
+        with `last_states`, the state that produced a rollout's last token is kept too.
         Raises NothingScored if `must_score` and no rollout reached L_detect, ValueError for a prompt that leaves no room.
         """
         torch.manual_seed(seed)  # vLLM samples from the global generator
         self.hook_seconds, start = 0.0, time.perf_counter()
         rollouts, live = [], {}
-        self._recording = pruner is not None
+        self._recording, self._last_states = pruner is not None, last_states
         try:
             for group, prompt in prompts.items():
+                params = self._params(prompt, sampling)
                 for _ in range(samples):
                     rollouts.append(Rollout(group))
-                    live[self._add(prompt, sampling)] = rollouts[-1]
+                    live[self._add(prompt, params)] = rollouts[-1]
             with tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=None if progress else True) as bar:
                 while self.engine.has_unfinished_requests():
                     self._rows = None
@@ -175,22 +180,26 @@ class Engine:
             self._check(rollouts, must_score)
         return rollouts
 
-    def _add(self, prompt: list[int], sampling: Sampling) -> str:
-        """Queue one request; returns vLLM's internal id, the one that the model runner knows."""
+    def _params(self, prompt: list[int], sampling: Sampling) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for a response in {self.max_model_len}")
-        params = SamplingParams(
+        return SamplingParams(
             n=1, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, min_p=0.0, presence_penalty=0.0,
             frequency_penalty=0.0, repetition_penalty=1.0, max_tokens=min(sampling.max_tokens, room), min_tokens=0,
             stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
             # One output per request, at its end: thousands of partial ones a step would cost more than the hook does.
             output_kind=RequestOutputKind.FINAL_ONLY)
+
+    def _add(self, prompt: list[int], params: SamplingParams) -> str:
+        """Queue one request; returns vLLM's internal id, the one that the model runner knows."""
         self._next_id += 1
         internal = self.engine.add_request(str(self._next_id), {"prompt_token_ids": prompt}, params)
+        if internal.rpartition("-")[0] != str(self._next_id):
+            raise RuntimeError(f"vLLM calls request {self._next_id} {internal}: the hook expects random characters behind a dash")
         self._internal[str(self._next_id)] = internal
         return internal
 
@@ -211,7 +220,7 @@ class Engine:
         """Keep the states that the head needs, let the pruner decide on what just reached L_detect, and drop what it drops."""
         start = time.perf_counter()
         ids, delivered, hidden = self._rows
-        ended = [row for row, internal in enumerate(ids) if internal in finished] if finished else []
+        ended = [row for row, internal in enumerate(ids) if internal in finished] if finished and self._last_states else []
         reached = [row for row in np.flatnonzero(delivered == self.detect_length).tolist() if ids[row] in live]
         if ended or reached:
             states = hidden[torch.tensor(ended + reached, device=hidden.device)].float().cpu()
@@ -239,9 +248,9 @@ class Engine:
         if internals:
             self.engine.abort_request(internals, internal=True)
             self._aborted.update(internals)
-            gone = set(internals)
-            self._internal = {external: internal for external, internal in self._internal.items() if internal not in gone}
-            if not gone.isdisjoint(self.engine.output_processor.request_states):
+            for internal in internals:
+                del self._internal[internal.rpartition("-")[0]]
+            if not self._aborted.isdisjoint(self.engine.output_processor.request_states):
                 raise RuntimeError("vLLM did not abort a request")
 
     def _check(self, rollouts: list[Rollout], must_score: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -90,7 +91,7 @@ def rollout_metrics(rollouts: list[Rollout], labels: list[float | None], detect_
 
     labels: 1.0 or 0.0, None for rollouts that were pruned or not judged. What is said of pruned ones is estimated: ratios and
     lengths from the scored survivors, each weighted by 1 / p (it stands for the 1 / p that arrived), and the chance that a group
-    had no variance from the posteriors of what was pruned from it.
+    had no variance from how many survivors agree.
     """
     rows = [(r, y) for r, y in zip(rollouts, labels) if y is not None]
     pruned = [r for r in rollouts if r.finish == "pruned"]
@@ -101,15 +102,13 @@ def rollout_metrics(rollouts: list[Rollout], labels: list[float | None], detect_
     beyond = _ratio(sum(w * (len(r.token_ids) - detect_length) for r, _, w in scored), weight)
     groups = labels_by_group(rollouts, labels)
     means = [sum(known) / len(known) for known in groups.values() if known]
-    missing: dict[int, list[float]] = {group: [] for group in groups}
-    for rollout in pruned:
-        missing[rollout.group].append(0.5 if rollout.posterior is None else rollout.posterior)
+    lost = Counter(r.group for r in pruned)
     return {
         "rollouts": len(rollouts), "scored": arrived, "pruned": len(pruned), "keep_ratio": _ratio(len(scored), arrived),
         "reward": _ratio(sum(short) + (arrived * positive_scored if scored else 0.0), len(short) + (arrived if scored else 0)),
         "positive_scored": positive_scored, "positive_kept": _ratio(sum(y for _, y, _ in scored), len(scored)),
         "rho_mean": _ratio(sum(means), len(means)), "rho_variance": _ratio(sum(m * (1 - m) for m in means), len(means)),
-        "zero_variance_before": _ratio(sum(_chance_of_no_variance(groups[g], missing[g]) for g in groups), len(groups)),
+        "zero_variance_before": _ratio(sum(_chance_of_no_variance(groups[g], lost[g]) for g in groups), len(groups)),
         "zero_variance_after": _ratio(sum(len(set(known)) < 2 for known in groups.values()), len(groups)),
         "tokens_generated": sum(len(r.token_ids) for r in rollouts), "tokens_saved": beyond * len(pruned) if pruned else 0.0,
         "tokens_kept": sum(len(r.token_ids) for r in rollouts if r.finish != "pruned"),
@@ -127,11 +126,10 @@ def labels_by_group(rollouts: list[Rollout], labels: list[float | None]) -> dict
     return found
 
 
-def _chance_of_no_variance(labels: list[float], pruned_posteriors: list[float]) -> float:
-    """Chance that survivors with these labels and pruned siblings with these posteriors were all right or all wrong."""
-    all_right = math.prod(pruned_posteriors) * all(label == 1 for label in labels)
-    all_wrong = math.prod(1 - q for q in pruned_posteriors) * all(label == 0 for label in labels)
-    return min(1.0, all_right + all_wrong)
+def _chance_of_no_variance(labels: list[float], pruned: int) -> float:
+    """Chance that all of a group were right, or all wrong, given its survivors: 0 if they differ, else by Laplace's rule of
+    succession, (n + 1) / (n + m + 1) for m pruned siblings of n alike."""
+    return 0.0 if len(set(labels)) > 1 else (len(labels) + 1) / (len(labels) + pruned + 1)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -69,7 +69,7 @@ def test_every_flag_reaches_its_field() -> None:
         if spec.name in ("resume", "model", "dataset") or spec.type == "bool":
             continue
         choices = spec.metadata["choices"]
-        value = choices[-1] if choices else {"str": "x", "int": "2"}.get(spec.type, "0.5")
+        value = choices[-1] if choices else {"str": "x", "int": str(EMBEDDED.get(spec.name, spec.default) + 1) if spec.type == "int" else ""}.get(spec.type, "0.5")
         flags = [f"--{spec.name.replace('_', '-')}", value, "--algo", "grpo"] if spec.name != "algo" else ["--algo", value]
         assert str(getattr(parse(flags), spec.name)) == value, spec.name
 

@@ -98,7 +98,7 @@ def gap(model: PreTrainedModel, rollouts: list[Rollout], temperature: float = 1.
 
 
 def test_captured_states_are_those_of_transformers(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
-    rollouts = engine.generate(PROMPTS, 4, SAMPLING, seed=1, pruner=Keep())
+    rollouts = engine.generate(PROMPTS, 4, SAMPLING, seed=1, pruner=Keep(), last_states=True)
     beyond = [r for r in rollouts if len(r.token_ids) > DETECT]
     assert len(beyond) >= 10 and all(r.detect_state is not None for r in beyond)
     for rollout in rollouts:

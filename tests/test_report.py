@@ -12,21 +12,21 @@ from engine import Rollout
 from report import RunLog, load_metrics, plot_reward, rollout_metrics, summary
 
 
-def rollout(group: int, length: int, finish: str = "stop", survival: float | None = None, posterior: float | None = None) -> Rollout:
-    return Rollout(group, [0] * length, finish=finish, survival=survival, posterior=posterior)
+def rollout(group: int, length: int, finish: str = "stop", survival: float | None = None) -> Rollout:
+    return Rollout(group, [0] * length, finish=finish, survival=survival)
 
 
 def test_rollout_metrics_by_hand() -> None:
-    """Two groups, L_detect 4. Group 1: a short wrong one, kept right (p = 1/4) and wrong (p = 1/2), one pruned with q = 0.2.
-    Group 2: one survivor, right, p = 1/2, two pruned with q = 0.5 and 0.8."""
-    rollouts = [rollout(1, 3), rollout(1, 8, survival=0.25), rollout(1, 6, survival=0.5), rollout(1, 4, "pruned", posterior=0.2),
-                rollout(2, 10, "length", survival=0.5), rollout(2, 4, "pruned", posterior=0.5), rollout(2, 4, "pruned", posterior=0.8)]
+    """Two groups, L_detect 4. Group 1: a short wrong one, kept right (p = 1/4) and wrong (p = 1/2), one pruned.
+    Group 2: one survivor, right, p = 1/2, two pruned."""
+    rollouts = [rollout(1, 3), rollout(1, 8, survival=0.25), rollout(1, 6, survival=0.5), rollout(1, 4, "pruned"),
+                rollout(2, 10, "length", survival=0.5), rollout(2, 4, "pruned"), rollout(2, 4, "pruned")]
     m = rollout_metrics(rollouts, [0.0, 1.0, 0.0, None, 1.0, None, None], detect_length=4)
     assert (m["rollouts"], m["scored"], m["pruned"], m["keep_ratio"]) == (7, 6, 3, 0.5)
     assert m["positive_scored"] == pytest.approx((4 + 2) / (4 + 2 + 2)) and m["positive_kept"] == pytest.approx(2 / 3)
     assert m["reward"] == pytest.approx(6 * 0.75 / 7)  # the short one is wrong
     assert m["rho_mean"] == pytest.approx((1 / 3 + 1) / 2) and m["rho_variance"] == pytest.approx((2 / 9 + 0) / 2)
-    assert m["zero_variance_after"] == 0.5 and m["zero_variance_before"] == pytest.approx(0.4 / 2)  # group 2: 0.5 * 0.8
+    assert m["zero_variance_after"] == 0.5 and m["zero_variance_before"] == pytest.approx(0.5 / 2)  # group 2: (1 + 1) / (1 + 2 + 1)
     assert m["tokens_generated"] == 39 and m["tokens_kept"] == 27
     assert m["tokens_saved"] == pytest.approx(3 * (4 * 4 + 2 * 2 + 2 * 6) / 8)
     assert m["truncated"] == 0.25
