@@ -29,17 +29,27 @@ class Args:
 
     # what is trained, and on what
     model: str = flag("", "hub id or folder of the base model; none: the embedded one, on a CPU")
-    dataset: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "hub id, a .jsonl/.json/.parquet file, 'sums' or 'sums:2-3:20' (terms:largest)")
-    instruction: str = flag("Please reason step by step, and put your final answer within \\boxed{}.", "appended to every problem; '' for none")
+    dataset: str = flag(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        "hub id, a .jsonl/.json/.parquet file, 'sums' or 'sums:2-3:20' (terms:largest)",
+    )
+    instruction: str = flag(
+        "Please reason step by step, and put your final answer within \\boxed{}.",
+        "appended to every problem; '' for none",
+    )
     thinking: bool = flag(False, "turn on the thinking mode of chat templates that have one")
     output: str = flag("", "run folder (default: runs/ and the time)")
     resume: str = flag("", "run folder to go on with, from its newest checkpoint; its own flags apply")
     seed: int = flag(0, "fixes data order, samples, prune draws and the head's start")
     # one step
     steps: int = flag(200, "training steps")
-    prompts: int = flag(64, "prompts per step; with 16 rollouts each, what one 96 GB GPU trains 1.7B with (the paper gives none)")
+    prompts: int = flag(
+        64, "prompts per step; with 16 rollouts each, what one 96 GB GPU trains 1.7B with (the paper gives none)"
+    )
     group_size: int = flag(16, "rollouts per prompt (G)")
-    minibatches: int = flag(1, "optimizer steps per batch of rollouts; with 1 the old log-probs cost no pass of their own")
+    minibatches: int = flag(
+        1, "optimizer steps per batch of rollouts; with 1 the old log-probs cost no pass of their own"
+    )
     temperature: float = flag(1.0, "sampling temperature, of log-probs too")
     max_prompt: int = flag(1024, "longer prompts are dropped, in tokens")
     max_length: int = flag(8192, "prompt and response together, in tokens")
@@ -49,8 +59,14 @@ class Args:
     keep_ratio: float = flag(0.5, "expected share of scored rollouts that survive (κ); 1 prunes nothing")
     positive_target: float = flag(0.5, "share of right ones among the survivors to steer to (ρ)")
     balance: float = flag(0.5, "strength of the steering (λ)")
-    tilt: str = flag("group", "group: Eq. 2's slope turned towards ρ in each group; printed: Eq. 2 as printed", ("group", "printed"))
-    survival: str = flag("bernoulli", "bernoulli: independent draws; systematic: same probabilities, an even number per group", ("bernoulli", "systematic"))
+    tilt: str = flag(
+        "group", "group: Eq. 2's slope turned towards ρ in each group; printed: Eq. 2 as printed", ("group", "printed")
+    )
+    survival: str = flag(
+        "bernoulli",
+        "bernoulli: independent draws; systematic: same probabilities, an even number per group",
+        ("bernoulli", "systematic"),
+    )
     p_min: float = flag(0.05, "least survival probability")
     p_max: float = flag(0.95, "largest survival probability")
     min_survivors: int = flag(2, "a group is never pruned below this")
@@ -63,7 +79,9 @@ class Args:
     head_lr: float = flag(1e-3, "its learning rate")
     head_passes: int = flag(4, "its passes over the buffer per step")
     head_buffer: int = flag(4096, "labelled states in its buffer")
-    head_states: str = flag("detect", "states it trains on: at L_detect alone, or also the last one of every rollout", ("detect", "both"))
+    head_states: str = flag(
+        "detect", "states it trains on: at L_detect alone, or also the last one of every rollout", ("detect", "both")
+    )
     # policy update
     algo: str = flag("grpo", "loss and sampling", ("grpo", "dapo"))
     lr: float = flag(1e-6, "learning rate of the policy")
@@ -79,7 +97,9 @@ class Args:
     max_refills: int = flag(3, "dapo: times that all-right and all-wrong groups are replaced by new prompts in a step")
     overlong_cache: int = flag(1024, "dapo: response tokens before the limit over which the length penalty rises to 1")
     token_budget: int = flag(32768, "tokens of a micro-batch, padding included")
-    max_gap: float | None = flag(None, "largest allowed |log-prob of sampler - of trainer| of a sampled token; default 0.01 in fp32, 5 in bf16")
+    max_gap: float | None = flag(
+        None, "largest allowed |log-prob of sampler - of trainer| of a sampled token; default 0.01 in fp32, 5 in bf16"
+    )
     max_mean_gap: float | None = flag(None, "the same for its mean over a batch; default 0.001 in fp32, 0.1 in bf16")
     # engine
     max_num_seqs: int = flag(512, "rollouts that vLLM decodes at once")
@@ -88,10 +108,14 @@ class Args:
     # evaluation, logs, checkpoints
     eval_problems: int = flag(64, "held-out problems, graded before and after training; 0: none")
     eval_samples: int = flag(4, "samples per held-out problem, at the training temperature; one more is greedy")
-    baseline_steps: int = flag(0, "first train this many steps of plain GRPO (or DAPO) from the same start, for the table at the end")
+    baseline_steps: int = flag(
+        0, "first train this many steps of plain GRPO (or DAPO) from the same start, for the table at the end"
+    )
     checkpoint_every: int = flag(20, "steps between checkpoints; the last step always makes one")
     keep_checkpoints: int = flag(2, "newest checkpoints to keep")
-    log_rollouts: str = flag("sample", "rollouts.jsonl: all, the first group of each step, or none", ("sample", "all", "none"))
+    log_rollouts: str = flag(
+        "sample", "rollouts.jsonl: all, the first group of each step, or none", ("sample", "all", "none")
+    )
     grader_workers: int = flag(2, "processes that run math-verify")
     tracker: str = flag("none", "where metrics go besides metrics.jsonl", ("none", "tensorboard", "wandb"))
     verbose: bool = flag(False, "show vLLM's own log lines")
@@ -103,15 +127,37 @@ class Args:
 
 
 EMBEDDED = dict(
-    model=str(TINY), dataset="sums", instruction="", steps=40, prompts=16, minibatches=2, max_prompt=64, max_length=256, detect_length=10,
-    cold_start=5, window=2048, head_buffer=2048, lr=5e-5, warmup_steps=5, weight_decay=0.0, overlong_cache=32, token_budget=2048, bins=32,
-    max_num_seqs=256, kv_cache_gb=0.5, eval_problems=200, baseline_steps=10, checkpoint_every=20,
+    model=str(TINY),
+    dataset="sums",
+    instruction="",
+    steps=40,
+    prompts=16,
+    minibatches=2,
+    max_prompt=64,
+    max_length=256,
+    detect_length=10,
+    cold_start=5,
+    window=2048,
+    head_buffer=2048,
+    lr=5e-5,
+    warmup_steps=5,
+    weight_decay=0.0,
+    overlong_cache=32,
+    token_budget=2048,
+    bins=32,
+    max_num_seqs=256,
+    kv_cache_gb=0.5,
+    eval_problems=200,
+    baseline_steps=10,
+    checkpoint_every=20,
 )
 
 
 def parse(argv: list[str]) -> Args:
     """`Args` from a command line; on bad input prints one sentence and exits with status 2. Creates nothing."""
-    parser = argparse.ArgumentParser(prog="arrol.py", description="RLVR with online rollout pruning (ARRoL).", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="arrol.py", description="RLVR with online rollout pruning (ARRoL).", allow_abbrev=False
+    )
     for spec in dataclasses.fields(Args):
         name, help_text = "--" + spec.name.replace("_", "-"), spec.metadata["help"]
         if spec.default not in ("", None):
@@ -122,7 +168,9 @@ def parse(argv: list[str]) -> Args:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, **common)
         else:
             kind = {"int": int, "float": float, "float | None": float}.get(spec.type, str)
-            parser.add_argument(name, type=kind, choices=spec.metadata["choices"], metavar=spec.name.upper().split("_")[-1], **common)
+            parser.add_argument(
+                name, type=kind, choices=spec.metadata["choices"], metavar=spec.name.upper().split("_")[-1], **common
+            )
     given = vars(parser.parse_args(argv))
     if "resume" in given:
         saved = Path(given["resume"], "args.json")
@@ -145,7 +193,11 @@ def first_problem(args: Args) -> str | None:
         ("balance", args.balance >= 0, "must not be negative"),
         ("p_min", 0 < args.p_min <= args.p_max, "must lie in (0, p_max]: 0 leaves some rollouts no chance"),
         ("p_max", args.p_max <= 1, "must not exceed 1"),
-        ("temperature", args.temperature > 0, "must be above 0: greedy samples are all alike and have no log-prob ratio"),
+        (
+            "temperature",
+            args.temperature > 0,
+            "must be above 0: greedy samples are all alike and have no log-prob ratio",
+        ),
         ("group_size", args.group_size >= 2, "must be at least 2: a group of one has no advantage"),
         ("min_survivors", 0 <= args.min_survivors <= args.group_size, "must lie in 0..group_size"),
         ("minibatches", 1 <= args.minibatches <= args.prompts * args.group_size, "must lie in 1..prompts * group_size"),
@@ -157,11 +209,37 @@ def first_problem(args: Args) -> str | None:
         ("tis_cap", args.tis_cap is None or args.tis_cap > 0, "must be above 0"),
         ("alpha", args.alpha > 0, "must be above 0: an empty bin would have the posterior 0/0"),
         ("gpu_memory_utilization", 0 < args.gpu_memory_utilization < 1, "must lie in (0, 1)"),
-        *[(name, getattr(args, name) >= 1, "must be at least 1") for name in (
-            "steps", "prompts", "max_prompt", "detect_length", "bins", "window", "head_width", "head_passes", "head_buffer", "token_budget",
-            "max_num_seqs", "checkpoint_every", "keep_checkpoints", "grader_workers", "overlong_cache")],
-        *[(name, getattr(args, name) >= 0, "must not be negative") for name in (
-            "eval_problems", "eval_samples", "baseline_steps", "max_refills", "warmup_steps", "weight_decay")],
+        *[
+            (name, getattr(args, name) >= 1, "must be at least 1")
+            for name in (
+                "steps",
+                "prompts",
+                "max_prompt",
+                "detect_length",
+                "bins",
+                "window",
+                "head_width",
+                "head_passes",
+                "head_buffer",
+                "token_budget",
+                "max_num_seqs",
+                "checkpoint_every",
+                "keep_checkpoints",
+                "grader_workers",
+                "overlong_cache",
+            )
+        ],
+        *[
+            (name, getattr(args, name) >= 0, "must not be negative")
+            for name in (
+                "eval_problems",
+                "eval_samples",
+                "baseline_steps",
+                "max_refills",
+                "warmup_steps",
+                "weight_decay",
+            )
+        ],
     ]
     for name, fine, rule in ranges:
         if not fine:
@@ -171,7 +249,9 @@ def first_problem(args: Args) -> str | None:
     if args.prune != "none" and args.detect_length >= args.max_length:
         return f"--detect-length {args.detect_length}: must be below --max-length {args.max_length}, or no rollout is ever scored"
     if args.prune != "none" and args.keep_ratio < 1 and not args.p_min <= args.keep_ratio <= args.p_max:
-        return f"--keep-ratio {args.keep_ratio}: must lie between --p-min {args.p_min} and --p-max {args.p_max}, or be 1"
+        return (
+            f"--keep-ratio {args.keep_ratio}: must lie between --p-min {args.p_min} and --p-max {args.p_max}, or be 1"
+        )
     if args.algo == "dapo" and args.beta > 0:
         return f"--beta {args.beta}: DAPO has no KL term; use --algo grpo or --beta 0"
     return _missing_file(args)
@@ -182,7 +262,10 @@ def _missing_file(args: Args) -> str | None:
     if model.is_dir():
         if not (model / "config.json").is_file():
             return f"--model {args.model}: the folder has no config.json, so that it holds no transformers model"
-        if not any((model / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+        if not any(
+            (model / name).is_file()
+            for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        ):
             return f"--model {args.model}: the folder has no tokenizer; save one there with tokenizer.save_pretrained"
     elif model.is_absolute() or args.model.startswith("."):
         return f"--model {args.model}: there is no such folder"

@@ -1,4 +1,4 @@
-"""ARRoL: RLVR that prunes rollouts while they are generated (arXiv 2603.24840). The method and the program.
+"""ARRoL: RLVR that prunes rollouts while they are generated (arXiv 2603.24840). The training step and the program.
 
     python arrol.py                                  the embedded model, on a CPU, in minutes
     python arrol.py --model Qwen/Qwen3-1.7B-Base     a real one, on a GPU
@@ -50,93 +50,11 @@ from transformers.utils import logging as transformers_logging
 
 import checkpoint
 import data
-from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece, survival_probability, tilt_group, tilt_printed
-from engine import Decision, Engine, NothingScored, Rollout, Sampling
+from engine import Engine, NothingScored, Rollout, Sampling
 from grader import Grader, Verdict
 from grpo import Learner, LossConfig, Policy, SamplerGapError, Sequence, group_advantages, overlong_penalty, shard
-from quality_head import HeadTrainer, QualityHead, head_metrics
+from pruner import Pruner
 from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
-
-
-class Pruner:
-    """The method: hidden state -> score s' -> posterior q -> survival probability p -> keep or drop (Sec. 4.2, App. A.4).
-
-    `--prune random` is the same object with p = κ: its head learns and is measured, and decides nothing.
-    One object per run; `begin` is called before each generation, `decide` by the engine, `learn` after grading.
-    """
-
-    def __init__(self, args: Args, hidden_size: int, device: torch.device | str = "cpu") -> None:
-        self.args = args
-        self.head = QualityHead(hidden_size, args.head_width, seed=args.seed).to(device)
-        self.trainer = HeadTrainer(self.head, args.head_lr, passes=args.head_passes, capacity=args.head_buffer, seed=args.seed)
-        self.calibrator = Calibrator(args.bins, args.alpha, args.window)
-        self.generator = torch.Generator().manual_seed(args.seed)  # never the global one: the engine reseeds that
-        self.active = False
-
-    def begin(self, step: int) -> None:
-        """Start a generation of training step `step` (from 1). Nothing is pruned in the cold start or at κ = 1."""
-        self.active = self.args.keep_ratio < 1 and step > self.args.cold_start and self.calibrator.ready
-        self.draw = SystematicDraw(self.generator)
-        self.alive: dict[int, int] = defaultdict(lambda: self.args.group_size)
-        self.posteriors, self.groups = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
-
-    @torch.no_grad()
-    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
-        """Decisions on rollouts that just reached L_detect: `states` (N, hidden), `groups` (N)."""
-        scores, group = self.head(states).sigmoid().cpu(), torch.tensor(groups)
-        q = self.calibrator.posterior(scores)
-        p = self._survival(q, group) if self.active else torch.ones(len(groups), dtype=torch.float64)
-        keep = self.draw(p, group) if self.args.survival == "systematic" else draw_bernoulli(p, self.generator)
-        return [self._decision(*row) for row in zip(groups, keep.tolist(), scores.tolist(), q.tolist(), p.tolist())]
-
-    def _survival(self, q: Tensor, group: Tensor) -> Tensor:
-        a = self.args
-        if a.prune == "random":
-            return torch.full_like(q, a.keep_ratio)
-        if a.tilt == "printed":
-            tilt = tilt_printed(q, a.balance, a.positive_target)
-        else:  # a group's mean is over all its members that have arrived so far
-            self.posteriors, self.groups = torch.cat([self.posteriors, q]), torch.cat([self.groups, group])
-            tilt = tilt_group(self.posteriors, self.groups, a.keep_ratio, a.balance, a.positive_target)[-len(q):]
-        bias = self.calibrator.bias(a.tilt, a.keep_ratio, a.balance, a.positive_target, a.p_min, a.p_max)
-        return survival_probability(tilt, bias, a.keep_ratio, a.p_min, a.p_max)
-
-    def _decision(self, group: int, keep: bool, score: float, q: float, p: float) -> Decision:
-        keep = keep or self.alive[group] <= self.args.min_survivors
-        self.alive[group] -= not keep
-        return Decision(keep, score, q, p)
-
-    def learn(self, rollouts: list[Rollout], labels: list[float | None]) -> Metrics:
-        """Update head and windows from all rollouts of a step; a label is None for those pruned or not judged.
-
-        The metrics compare each score with the label that came after it: the head has not seen these rollouts yet.
-        """
-        scored = [(r, y) for r, y in zip(rollouts, labels) if r.detect_state is not None]
-        known = [(r, y) for r, y in scored if y is not None and math.isfinite(r.score)]
-        metrics: Metrics = {}
-        if known:
-            scores, truth = torch.tensor([r.score for r, _ in known]), torch.tensor([y for _, y in known])
-            group = torch.tensor([r.group for r, _ in known])
-            metrics = {f"head_{name}": value for name, value in head_metrics(scores, truth, group).items()}
-            metrics["ece"] = ece(torch.tensor([r.posterior for r, _ in known]), truth)
-            self.calibrator.label(scores, truth)
-            self.trainer.add(torch.stack([r.detect_state for r, _ in known]), truth)
-        if self.args.head_states == "both":
-            ended = [(r.last_state, y) for r, y in zip(rollouts, labels) if r.last_state is not None and y is not None]
-            if ended:
-                self.trainer.add(torch.stack([state for state, _ in ended]), torch.tensor([y for _, y in ended]))
-        if scored:
-            self.calibrator.observe(torch.tensor([r.score for r, _ in scored]), torch.tensor([r.group for r, _ in scored]))
-        metrics["head_loss"] = self.trainer.train()["loss"]
-        return metrics | {"prior": self.calibrator.prior, "scores_rejected": float(self.calibrator.rejected)}
-
-    def state_dict(self) -> dict:
-        return {"trainer": self.trainer.state_dict(), "calibrator": self.calibrator.state_dict(), "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.trainer.load_state_dict(state["trainer"])
-        self.calibrator.load_state_dict(state["calibrator"])
-        self.generator.set_state(state["generator"])
 
 
 @dataclasses.dataclass
@@ -157,25 +75,52 @@ class Batch:
 
     def verdict_counts(self) -> Metrics:
         kinds = Counter(verdict.kind for verdict in self.verdicts if verdict)
-        return {f"verdict_{kind.replace(' ', '_')}": kinds[kind] for kind in ("right", "wrong", "no answer", "timeout", "bad gold")}
+        return {
+            f"verdict_{kind.replace(' ', '_')}": kinds[kind]
+            for kind in ("right", "wrong", "no answer", "timeout", "bad gold")
+        }
 
 
 class Trainer:
     """One training run on an engine that it may share with an earlier one."""
 
-    def __init__(self, args: Args, engine: Engine, tokenizer, prompts: list[data.Prompt], held_out: list[data.Prompt],
-                 stop_token_ids: list[int], grader: Grader, device: torch.device) -> None:
+    def __init__(
+        self,
+        args: Args,
+        engine: Engine,
+        tokenizer,
+        prompts: list[data.Prompt],
+        held_out: list[data.Prompt],
+        stop_token_ids: list[int],
+        grader: Grader,
+        device: torch.device,
+    ) -> None:
         self.args, self.engine, self.tokenizer, self.grader = args, engine, tokenizer, grader
         self.prompts, self.held_out, self.device = prompts, held_out, device
         model, self.policy = self._policy(frozen=False)
         reference = self._policy(frozen=True)[1] if args.beta > 0 else None
         high = args.clip_high if args.clip_high is not None else (0.28 if args.algo == "dapo" else 0.2)
         config = LossConfig(args.algo, args.clip_low, high, args.beta, args.tis_cap)
-        self.learner = Learner(self.policy, config, args.lr, args.warmup_steps, args.weight_decay, (args.beta1, args.beta2), args.grad_clip,
-                               args.token_budget, args.minibatches, reference)
+        self.learner = Learner(
+            self.policy,
+            config,
+            args.lr,
+            args.warmup_steps,
+            args.weight_decay,
+            (args.beta1, args.beta2),
+            args.grad_clip,
+            args.token_budget,
+            args.minibatches,
+            reference,
+        )
         self.pruner = Pruner(args, model.config.hidden_size, device) if args.prune != "none" else None
         self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature)
-        self.step_number, self.taken, self.seconds = 0, 0, 0.0  # steps done, prompts taken from the data, seconds of training
+        self.step_number, self.taken, self.seconds = (
+            0,
+            0,
+            0.0,
+        )  # steps done, prompts taken from the data, seconds of training
+        self._epoch, self._order = -1, []
 
     def _policy(self, frozen: bool) -> tuple[torch.nn.Module, Policy]:
         model = AutoModelForCausalLM.from_pretrained(self.args.model, dtype=torch.float32)
@@ -194,9 +139,12 @@ class Trainer:
         taken = {}
         for number in range(self.taken, self.taken + count):
             epoch, position = divmod(number, len(self.prompts))
-            order = random.Random(f"{self.args.seed}-{epoch}")
-            if getattr(self, "_epoch", None) != epoch:
-                self._epoch, self._order = epoch, order.sample(range(len(self.prompts)), len(self.prompts))
+            if epoch != self._epoch:
+                everything = range(len(self.prompts))
+                self._epoch, self._order = (
+                    epoch,
+                    random.Random(f"{self.args.seed}-{epoch}").sample(everything, len(everything)),
+                )
             taken[number] = self.prompts[self._order[position]]
         self.taken += count
         return taken
@@ -220,11 +168,20 @@ class Trainer:
             head = self.pruner.learn(batch.rollouts, batch.labels) if self.pruner else {}
         clock["step"] = time.perf_counter() - started
         self.seconds += clock["step"]
-        metrics = {"step": self.step_number, "wall_clock": self.seconds, "epoch": self.taken / len(self.prompts), "usable_groups": len(usable),
-                   "tokens_trained": sum(len(batch.rollouts[i].token_ids) for i in batch.advantages),
-                   "prompt_tokens": sum(len(prompts[r.group].token_ids) for r in batch.rollouts),
-                   **{f"time_{name}": seconds for name, seconds in clock.items()}, **rollout_metrics(batch.rollouts, batch.labels, self.args.detect_length), **batch.verdict_counts(), **learned, **head,
-                   "pruning": bool(self.pruner and self.pruner.active)}
+        metrics = {
+            "step": self.step_number,
+            "wall_clock": self.seconds,
+            "epoch": self.taken / len(self.prompts),
+            "pruning": bool(self.pruner and self.pruner.active),
+            **{f"time_{name}": seconds for name, seconds in clock.items()},
+            **rollout_metrics(batch.rollouts, batch.labels, self.args.detect_length),
+            **batch.verdict_counts(),
+            "usable_groups": len(usable),
+            "tokens_trained": sum(len(batch.rollouts[i].token_ids) for i in batch.advantages),
+            "prompt_tokens": sum(len(prompts[r.group].token_ids) for r in batch.rollouts),
+            **learned,
+            **head,
+        }
         return metrics, self._rows(prompts, batch)
 
     def _sample(self, clock: dict[str, float]) -> tuple[dict[int, data.Prompt], Batch, set[int]]:
@@ -238,9 +195,15 @@ class Trainer:
             prompts |= fresh
             with timed(clock, "generate"):
                 rollouts = self.engine.generate(
-                    {group: prompt.token_ids for group, prompt in fresh.items()}, args.group_size, self.sampling, pruner=self.pruner,
-                    seed=self._seed(attempt), must_score=attempt == 0 and bool(self.pruner and self.pruner.active),
-                    last_states=args.head_states == "both", progress=True)
+                    {group: prompt.token_ids for group, prompt in fresh.items()},
+                    args.group_size,
+                    self.sampling,
+                    pruner=self.pruner,
+                    seed=self._seed(attempt),
+                    must_score=attempt == 0 and bool(self.pruner and self.pruner.active),
+                    last_states=args.head_states == "both",
+                    progress=True,
+                )
             with timed(clock, "grade"):
                 batch.extend(self._grade(rollouts, prompts))
             groups = labels_by_group(batch.rollouts, batch.labels)
@@ -264,28 +227,48 @@ class Trainer:
         rows = [i for i, r in enumerate(rollouts) if labels[i] is not None and r.group in usable]
         rewards = torch.tensor([labels[i] for i in rows])
         if args.algo == "dapo":  # the limit is on prompt and response together
-            lengths = torch.tensor([len(prompts[rollouts[i].group].token_ids) + len(rollouts[i].token_ids) for i in rows])
+            lengths = torch.tensor(
+                [len(prompts[rollouts[i].group].token_ids) + len(rollouts[i].token_ids) for i in rows]
+            )
             rewards = rewards + overlong_penalty(lengths, args.max_length, args.overlong_cache)
         groups = torch.tensor([rollouts[i].group for i in rows], dtype=torch.int64)
         batch.advantages = dict(zip(rows, group_advantages(rewards, groups).tolist()))
-        sequences = [Sequence(prompts[rollouts[i].group].token_ids, rollouts[i].token_ids, advantage, rollouts[i].logprobs)
-                     for i, advantage in batch.advantages.items()]
-        exact = working_dtype(self.device) == torch.float32
-        return self.learner.update(sequences, max_gap=args.max_gap or (0.01 if exact else 5.0),
-                                   max_mean_gap=args.max_mean_gap or (0.001 if exact else 0.1))
+        sequences = [
+            Sequence(prompts[rollouts[i].group].token_ids, rollouts[i].token_ids, advantage, rollouts[i].logprobs)
+            for i, advantage in batch.advantages.items()
+        ]
+        max_gap, max_mean_gap = (0.01, 0.001) if working_dtype(self.device) == torch.float32 else (5.0, 0.1)
+        return self.learner.update(
+            sequences,
+            max_gap if args.max_gap is None else args.max_gap,
+            max_mean_gap if args.max_mean_gap is None else args.max_mean_gap,
+        )
 
     def _rows(self, prompts: dict[int, data.Prompt], batch: Batch) -> list[dict]:
         """What rollouts.jsonl says of the rollouts: of all of them, or of the step's first group."""
         rows = []
         for i, (r, verdict) in enumerate(zip(batch.rollouts, batch.verdicts)):
-            if self.args.log_rollouts == "none" or (self.args.log_rollouts == "sample" and r.group != batch.rollouts[0].group):
+            if self.args.log_rollouts == "none" or (
+                self.args.log_rollouts == "sample" and r.group != batch.rollouts[0].group
+            ):
                 continue
             problem = prompts[r.group].problem
-            rows.append({
-                "step": self.step_number, "prompt": problem.id, "group": r.group, "tokens": len(r.token_ids), "finish": r.finish,
-                "tail": self.tokenizer.decode(r.token_ids)[-200:], "answer": verdict and verdict.answer, "gold": problem.answer,
-                "verdict": verdict and verdict.kind, **{name: finite(getattr(r, name)) for name in ("score", "posterior", "survival")},
-                "pruned": r.finish == "pruned", "advantage": batch.advantages.get(i)})
+            rows.append(
+                {
+                    "step": self.step_number,
+                    "prompt": problem.id,
+                    "group": r.group,
+                    "tokens": len(r.token_ids),
+                    "finish": r.finish,
+                    "tail": self.tokenizer.decode(r.token_ids)[-200:],
+                    "answer": verdict and verdict.answer,
+                    "gold": problem.answer,
+                    "verdict": verdict and verdict.kind,
+                    **{name: finite(getattr(r, name)) for name in ("score", "posterior", "survival")},
+                    "pruned": r.finish == "pruned",
+                    "advantage": batch.advantages.get(i),
+                }
+            )
         return rows
 
     # --- evaluation, checkpoints, the loop ---
@@ -295,10 +278,15 @@ class Trainer:
         metrics: Metrics = {}
         prompts = dict(enumerate(self.held_out))
         self.engine.wake(self.weights())
-        for name, temperature, samples in (("accuracy", self.args.temperature, self.args.eval_samples), ("greedy", 0.0, 1)):
+        for name, temperature, samples in (
+            ("accuracy", self.args.temperature, self.args.eval_samples),
+            ("greedy", 0.0, 1),
+        ):
             if prompts and samples:
                 sampling = dataclasses.replace(self.sampling, temperature=temperature)
-                rollouts = self.engine.generate({i: p.token_ids for i, p in prompts.items()}, samples, sampling, seed=self.args.seed, progress=True)
+                rollouts = self.engine.generate(
+                    {i: p.token_ids for i, p in prompts.items()}, samples, sampling, seed=self.args.seed, progress=True
+                )
                 right = [verdict.kind == "right" for verdict in self._grade(rollouts, prompts).verdicts]
                 metrics[f"eval_{name}"] = sum(right) / len(right)
         self.engine.sleep()
@@ -308,9 +296,17 @@ class Trainer:
         state = {"step": self.step_number, "taken": self.taken, "seconds": self.seconds}
         if self.pruner:
             state["pruner"] = self.pruner.state_dict()
-        return checkpoint.save(run, self.step_number, model=self.policy.model, weights=dict(self.weights()), tokenizer=self.tokenizer,
-                               head=self.pruner.head.state_dict() if self.pruner else None, learner=self.learner, state=state,
-                               keep=self.args.keep_checkpoints)
+        return checkpoint.save(
+            run,
+            self.step_number,
+            model=self.policy.model,
+            weights=dict(self.weights()),
+            tokenizer=self.tokenizer,
+            head=self.pruner.head.state_dict() if self.pruner else None,
+            learner=self.learner,
+            state=state,
+            keep=self.args.keep_checkpoints,
+        )
 
     def restore(self, path: Path) -> None:
         state = checkpoint.load(path, self.learner)
@@ -336,7 +332,10 @@ class Trainer:
                 log.rollouts(rows)
                 if checkpoints and (self.step_number % args.checkpoint_every == 0 or self.step_number == args.steps):
                     self.save(folder)
-                bar.set_postfix_str(f"reward {metrics['reward']:.2f}, kept {metrics['keep_ratio']:.2f}, {metrics['tokens_generated'] / metrics['time_generate']:,.0f} tok/s")
+                rate = metrics["tokens_generated"] / metrics["time_generate"]
+                bar.set_postfix_str(
+                    f"reward {metrics['reward']:.2f}, kept {metrics['keep_ratio']:.2f}, {rate:,.0f} tok/s"
+                )
                 bar.update()
         finally:
             bar.close()
@@ -369,7 +368,9 @@ def start_process_group() -> torch.device:
     """Join the ranks that torchrun started, or be the only one; returns this rank's device."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+        alone = dict(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1])
+        )
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     if int(os.environ["WORLD_SIZE"]) > 1:
@@ -390,13 +391,17 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[data.Pr
             held_out = data.sums(min(args.eval_problems, len(problems) // 10), args.seed, "test", *built_in)
         else:
             random.Random(args.seed).shuffle(problems)
-            problems, held_out = problems[args.eval_problems:], problems[:args.eval_problems]
+            problems, held_out = problems[args.eval_problems :], problems[: args.eval_problems]
     except ValueError as error:
         fail(str(error))
     prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
     if not prompts:
-        fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})")
-    print(f"{args.dataset}: {line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts, {len(held_out)} held out")
+        fail(
+            f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})"
+        )
+    print(
+        f"{args.dataset}: {line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts, {len(held_out)} held out"
+    )
     return prompts, data.tokenize(held_out, tokenizer, args.max_prompt, args.instruction, args.thinking)[0]
 
 
@@ -428,8 +433,17 @@ def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
     device, engine = start_process_group(), None
     try:
         with Grader(args.grader_workers) as grader:
-            engine = Engine(args.model, args.detect_length, args.max_length, args.max_num_seqs, dtype=working_dtype(device), seed=args.seed,
-                            gpu_memory_utilization=args.gpu_memory_utilization, kv_cache_gb=args.kv_cache_gb, verbose=args.verbose)
+            engine = Engine(
+                args.model,
+                args.detect_length,
+                args.max_length,
+                args.max_num_seqs,
+                dtype=working_dtype(device),
+                seed=args.seed,
+                gpu_memory_utilization=args.gpu_memory_utilization,
+                kv_cache_gb=args.kv_cache_gb,
+                verbose=args.verbose,
+            )
             engine.sleep()  # before the trainer's weights go to the GPU
             yield lambda flags: Trainer(flags, engine, tokenizer, prompts, held_out, stop_token_ids, grader, device)
     finally:
@@ -455,15 +469,19 @@ def main(args: Args) -> int:
                 (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False))
             runs, method = {}, args.algo.upper()
             if args.baseline_steps and not resume_from:
-                plain = dataclasses.replace(args, prune="none", steps=args.baseline_steps, output=str(folder / "baseline"))
+                plain = dataclasses.replace(
+                    args, prune="none", steps=args.baseline_steps, output=str(folder / "baseline")
+                )
                 trainer(plain).run(method, checkpoints=False)
             if (folder / "baseline").is_dir():
                 runs[method] = load_metrics(folder / "baseline")
             name = method + {"arrol": " + ARRoL", "random": " + random pruning", "none": ""}[args.prune]
             runs[name] = trainer(args).run(name, resume_from)
         plot_reward(runs, folder / "reward.png")
-        print(f"{summary(runs)}\n\nreward against time: {folder / 'reward.png'}\nrun folder: {folder}  (metrics.jsonl, rollouts.jsonl, "
-              f"{checkpoint.complete(folder)[-1].name})")
+        print(
+            f"{summary(runs)}\n\nreward against time: {folder / 'reward.png'}\nrun folder: {folder}  (metrics.jsonl, rollouts.jsonl, "
+            f"{checkpoint.complete(folder)[-1].name})"
+        )
         return 0
     except KeyboardInterrupt:
         print(f"\nstopped; the step under way was dropped. {where_to_resume(folder)}", file=sys.stderr)
@@ -476,7 +494,11 @@ def main(args: Args) -> int:
 def where_to_resume(folder: Path) -> str:
     """One sentence on the newest checkpoint of a run folder."""
     found = checkpoint.complete(folder)
-    return f"The last checkpoint is {found[-1]}: go on with --resume {folder}" if found else f"There is no checkpoint in {folder} yet."
+    return (
+        f"The last checkpoint is {found[-1]}: go on with --resume {folder}"
+        if found
+        else f"There is no checkpoint in {folder} yet."
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Checkpoints: written beside the old ones and renamed when complete, so that the newest one on disk is always whole.
 
-    checkpoint-40/model/                      the policy in transformers format, with tokenizer
-                  quality_head.safetensors    the quality head
-                  learner/                    float32 weights, optimizer, schedule (torch.distributed.checkpoint)
-                  state.pt                    everything else of the run; written last, so that it marks a complete checkpoint
+checkpoint-40/model/                      the policy in transformers format, with tokenizer
+              quality_head.safetensors    the quality head
+              learner/                    float32 weights, optimizer, schedule (torch.distributed.checkpoint)
+              state.pt                    everything else of the run; written last, so that it marks a complete checkpoint
 """
 
 from __future__ import annotations
@@ -23,12 +23,26 @@ PREFIX = "checkpoint-"
 
 def complete(run: Path) -> list[Path]:
     """The complete checkpoints of a run folder, oldest first, by step number."""
-    found = [path for path in run.glob(PREFIX + "*") if path.name.removeprefix(PREFIX).isdigit() and (path / "state.pt").is_file()]
+    found = [
+        path
+        for path in run.glob(PREFIX + "*")
+        if path.name.removeprefix(PREFIX).isdigit() and (path / "state.pt").is_file()
+    ]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
-def save(run: Path, step: int, *, model: PreTrainedModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase,
-         head: dict[str, Tensor] | None, learner: dcp.stateful.Stateful, state: dict, keep: int) -> Path:
+def save(
+    run: Path,
+    step: int,
+    *,
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    head: dict[str, Tensor] | None,
+    learner: dcp.stateful.Stateful,
+    state: dict,
+    keep: int,
+) -> Path:
     """Write `checkpoint-<step>` into `run`, then delete all but the newest `keep`. Returns its folder.
 
     weights: the full policy by parameter name, in the type to save. head: the quality head's tensors. state: tensors and

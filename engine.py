@@ -45,8 +45,12 @@ class Rollout:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of each sampled id, after temperature; empty when pruned
     finish: str = ""  # "stop", "length" or "pruned"
-    detect_state: Tensor | None = None  # (hidden,) fp32 on the CPU: the state that produced token L_detect, if it went on
-    last_state: Tensor | None = None  # (hidden,) fp32 on the CPU: the state that produced the last token, if asked for; None when pruned
+    detect_state: Tensor | None = (
+        None  # (hidden,) fp32 on the CPU: the state that produced token L_detect, if it went on
+    )
+    last_state: Tensor | None = (
+        None  # (hidden,) fp32 on the CPU: the state that produced the last token, if asked for; None when pruned
+    )
     score: float | None = None  # s' in [0, 1], if it was scored
     posterior: float | None = None  # q
     survival: float | None = None  # p
@@ -92,13 +96,28 @@ class Engine:
     `sleep` gives back. Raises ValueError for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, with which sleep frees nothing.
     """
 
-    def __init__(self, model: str, detect_length: int, max_model_len: int, max_num_seqs: int = 256, *, dtype: torch.dtype,
-                 seed: int = 0, gpu_memory_utilization: float = 0.5, kv_cache_gb: float = 1.0, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        detect_length: int,
+        max_model_len: int,
+        max_num_seqs: int = 256,
+        *,
+        dtype: torch.dtype,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.5,
+        kv_cache_gb: float = 1.0,
+        verbose: bool = False,
+    ) -> None:
         self.on_gpu = torch.cuda.is_available()
         if self.on_gpu and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-            raise ValueError("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps a sleeping engine from freeing memory: unset it")
+            raise ValueError(
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps a sleeping engine from freeing memory: unset it"
+            )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what it says before it reads the variable
+        logging.getLogger("vllm").setLevel(
+            os.environ["VLLM_LOGGING_LEVEL"]
+        )  # for what it says before it reads the variable
         if not self.on_gpu:
             # One OpenMP pool for sampler and trainer, on the cores this process may use: vLLM would pin threads of its own.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -106,20 +125,36 @@ class Engine:
             torch._dynamo.config.disable = True
         import vllm
 
-        where = dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization) if self.on_gpu else dict(
-            enforce_eager=True, kv_cache_memory_bytes=int(kv_cache_gb * 2**30))
+        where = (
+            dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization)
+            if self.on_gpu
+            else dict(enforce_eager=True, kv_cache_memory_bytes=int(kv_cache_gb * 2**30))
+        )
         self.detect_length, self.max_model_len = detect_length, max_model_len
         self.llm = vllm.LLM(
-            model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed,
-            skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs", enable_prefix_caching=True,
-            async_scheduling=False, distributed_executor_backend="external_launcher", disable_log_stats=True,
-            use_tqdm_on_load=verbose, **where)
+            model,
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            distributed_executor_backend="external_launcher",
+            disable_log_stats=True,
+            use_tqdm_on_load=verbose,
+            **where,
+        )
         self.engine = self.llm.llm_engine
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         if not isinstance(self.runner, GPUModelRunner):
-            raise RuntimeError(f"the hook knows vLLM's V1 model runner, not {type(self.runner)}: set VLLM_USE_V2_MODEL_RUNNER=0")
+            raise RuntimeError(
+                f"the hook knows vLLM's V1 model runner, not {type(self.runner)}: set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
         self._compute_logits = self.runner.model.compute_logits
         self.runner.model.compute_logits = self._hook
         self._recording = False
@@ -135,20 +170,34 @@ class Engine:
             start, batch = time.perf_counter(), self.runner.input_batch
             count = batch.num_reqs
             if hidden.shape[0] != count:
-                raise RuntimeError(f"vLLM sampled {hidden.shape[0]} rows for {count} requests: the hook cannot tell whose they are")
+                raise RuntimeError(
+                    f"vLLM sampled {hidden.shape[0]} rows for {count} requests: the hook cannot tell whose they are"
+                )
             ids = batch.req_ids[:count]
             if not self._aborted.isdisjoint(ids):
                 raise RuntimeError("vLLM went on with a rollout that was aborted")
             self._aborted.clear()
-            length = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count] + 1  # counting the token of this step
+            length = (
+                batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count] + 1
+            )  # counting the token of this step
             # A row that is still in (re)prefill is computed, but its token is thrown away: it delivers nothing.
             delivered = np.where(self.runner.discard_request_mask.np[:count], 0, length)
             self._rows = (list(ids), delivered, hidden)
             self.hook_seconds += time.perf_counter() - start
         return self._compute_logits(hidden)
 
-    def generate(self, prompts: Mapping[int, list[int]], samples: int, sampling: Sampling, *, seed: int, pruner: Pruner | None = None,
-                 must_score: bool = False, last_states: bool = False, progress: bool = False) -> list[Rollout]:
+    def generate(
+        self,
+        prompts: Mapping[int, list[int]],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        pruner: Pruner | None = None,
+        must_score: bool = False,
+        last_states: bool = False,
+        progress: bool = False,
+    ) -> list[Rollout]:
         """`samples` rollouts of each prompt, in order of prompts; those that were pruned are among them, cut at L_detect.
 
         prompts: group -> token ids. seed: fixes the samples, on one machine. Without a pruner nothing is captured or scored;
@@ -165,7 +214,9 @@ class Engine:
                 for _ in range(samples):
                     rollouts.append(Rollout(group))
                     live[self._add(prompt, params)] = rollouts[-1]
-            with tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=None if progress else True) as bar:
+            with tqdm(
+                total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=None if progress else True
+            ) as bar:
                 while self.engine.has_unfinished_requests():
                     self._rows = None
                     finished = self._collect(self.engine.step(), live)
@@ -188,18 +239,33 @@ class Engine:
         if room < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for a response in {self.max_model_len}")
         return SamplingParams(
-            n=1, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, min_p=0.0, presence_penalty=0.0,
-            frequency_penalty=0.0, repetition_penalty=1.0, max_tokens=min(sampling.max_tokens, room), min_tokens=0,
-            stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
+            n=1,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=0,
+            min_p=0.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            max_tokens=min(sampling.max_tokens, room),
+            min_tokens=0,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
             # One output per request, at its end: thousands of partial ones a step would cost more than the hook does.
-            output_kind=RequestOutputKind.FINAL_ONLY)
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def _add(self, prompt: list[int], params: SamplingParams) -> str:
         """Queue one request; returns vLLM's internal id, the one that the model runner knows."""
         self._next_id += 1
         internal = self.engine.add_request(str(self._next_id), {"prompt_token_ids": prompt}, params)
         if internal.rpartition("-")[0] != str(self._next_id):
-            raise RuntimeError(f"vLLM calls request {self._next_id} {internal}: the hook expects random characters behind a dash")
+            raise RuntimeError(
+                f"vLLM calls request {self._next_id} {internal}: the hook expects random characters behind a dash"
+            )
         self._internal[str(self._next_id)] = internal
         return internal
 
@@ -220,25 +286,31 @@ class Engine:
         """Keep the states that the head needs, let the pruner decide on what just reached L_detect, and drop what it drops."""
         start = time.perf_counter()
         ids, delivered, hidden = self._rows
-        ended = [row for row, internal in enumerate(ids) if internal in finished] if finished and self._last_states else []
+        ended = (
+            [row for row, internal in enumerate(ids) if internal in finished] if finished and self._last_states else []
+        )
         reached = [row for row in np.flatnonzero(delivered == self.detect_length).tolist() if ids[row] in live]
         if ended or reached:
             states = hidden[torch.tensor(ended + reached, device=hidden.device)].float().cpu()
             for row, state in zip(ended, states):
                 finished[ids[row]].last_state = state
             if reached:
-                self._decide([ids[row] for row in reached], states[len(ended):], live, pruner)
+                self._decide([ids[row] for row in reached], states[len(ended) :], live, pruner)
         self.hook_seconds += time.perf_counter() - start
 
     def _decide(self, reached: list[str], states: Tensor, live: dict[str, Rollout], pruner: Pruner) -> None:
         dropped = []
-        for internal, state, decision in zip(reached, states, pruner.decide(states, [live[i].group for i in reached]), strict=True):
+        for internal, state, decision in zip(
+            reached, states, pruner.decide(states, [live[i].group for i in reached]), strict=True
+        ):
             rollout = live[internal]
             rollout.detect_state = state
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
             if not decision.keep:
                 rollout.finish = "pruned"
-                rollout.token_ids = list(self.runner.requests[internal].output_token_ids)  # an aborted request returns nothing
+                rollout.token_ids = list(
+                    self.runner.requests[internal].output_token_ids
+                )  # an aborted request returns nothing
                 dropped.append(internal)
         for internal in dropped:
             del live[internal]
@@ -256,12 +328,16 @@ class Engine:
     def _check(self, rollouts: list[Rollout], must_score: bool) -> None:
         for rollout in rollouts:
             if len(rollout.token_ids) > self.detect_length and rollout.detect_state is None:
-                raise NothingScored(f"a rollout of {len(rollout.token_ids)} tokens passed L_detect = {self.detect_length} unseen: "
-                                    "this vLLM does not call the hook as expected; a tested version is in the README")
+                raise NothingScored(
+                    f"a rollout of {len(rollout.token_ids)} tokens passed L_detect = {self.detect_length} unseen: "
+                    "this vLLM does not call the hook as expected; a tested version is in the README"
+                )
         if must_score and all(rollout.detect_state is None for rollout in rollouts):
             longest = max((len(rollout.token_ids) for rollout in rollouts), default=0)
-            raise NothingScored(f"no rollout went beyond L_detect = {self.detect_length} tokens (longest: {longest}), "
-                                "so that nothing can be pruned: lower --detect-length or use --prune none")
+            raise NothingScored(
+                f"no rollout went beyond L_detect = {self.detect_length} tokens (longest: {longest}), "
+                "so that nothing can be pruned: lower --detect-length or use --prune none"
+            )
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights, named as in the Hugging Face checkpoint, and forget all that was computed with the old ones.

@@ -35,7 +35,9 @@ class RunLog:
 
     def metrics(self, metrics: Metrics) -> None:
         """One line of metrics.jsonl; NaN and infinity, which JSON does not have, are left out."""
-        finite = {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}
+        finite = {
+            name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)
+        }
         self._write("metrics", [finite])
         self.track({name: value for name, value in finite.items() if name != "step"}, int(metrics["step"]))
 
@@ -104,13 +106,21 @@ def rollout_metrics(rollouts: list[Rollout], labels: list[float | None], detect_
     means = [sum(known) / len(known) for known in groups.values() if known]
     lost = Counter(r.group for r in pruned)
     return {
-        "rollouts": len(rollouts), "scored": arrived, "pruned": len(pruned), "keep_ratio": _ratio(len(scored), arrived),
-        "reward": _ratio(sum(short) + (arrived * positive_scored if scored else 0.0), len(short) + (arrived if scored else 0)),
-        "positive_scored": positive_scored, "positive_kept": _ratio(sum(y for _, y, _ in scored), len(scored)),
-        "rho_mean": _ratio(sum(means), len(means)), "rho_variance": _ratio(sum(m * (1 - m) for m in means), len(means)),
+        "rollouts": len(rollouts),
+        "scored": arrived,
+        "pruned": len(pruned),
+        "keep_ratio": _ratio(len(scored), arrived),
+        "reward": _ratio(
+            sum(short) + (arrived * positive_scored if scored else 0.0), len(short) + (arrived if scored else 0)
+        ),
+        "positive_scored": positive_scored,
+        "positive_kept": _ratio(sum(y for _, y, _ in scored), len(scored)),
+        "rho_mean": _ratio(sum(means), len(means)),
+        "rho_variance": _ratio(sum(m * (1 - m) for m in means), len(means)),
         "zero_variance_before": _ratio(sum(_chance_of_no_variance(groups[g], lost[g]) for g in groups), len(groups)),
         "zero_variance_after": _ratio(sum(len(set(known)) < 2 for known in groups.values()), len(groups)),
-        "tokens_generated": sum(len(r.token_ids) for r in rollouts), "tokens_saved": beyond * len(pruned) if pruned else 0.0,
+        "tokens_generated": sum(len(r.token_ids) for r in rollouts),
+        "tokens_saved": beyond * len(pruned) if pruned else 0.0,
         "tokens_kept": sum(len(r.token_ids) for r in rollouts if r.finish != "pruned"),
         "length_mean": _ratio(sum(len(r.token_ids) for r, _ in rows), len(rows)),
         "truncated": _ratio(sum(r.finish == "length" for r, _ in rows), len(rows)),
@@ -146,7 +156,10 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
     runs: name -> lines of metrics.jsonl. Medians are over the steps in which pruning was on, where there is such a step.
     """
     names = list(runs)
-    pruning = {name: [m for m in lines if m.get("pruning")] or [m for m in lines if m["step"] > 0] for name, lines in runs.items()}
+    pruning = {
+        name: [m for m in lines if m.get("pruning")] or [m for m in lines if m["step"] > 0]
+        for name, lines in runs.items()
+    }
     rows = [["median of a step", *names, *(["ratio"] if len(names) > 1 else [])]]
 
     def median(name: str, key: str) -> float:
@@ -157,7 +170,9 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
         values = [median(name, key) for name in names]
         cells = ["-" if math.isnan(value) else format(value, form) for value in values]
         comparable = ratio and len(values) > 1 and values[-1] > 0
-        rows.append([label, *cells, *([f"{values[0] / values[-1]:.2f}x" if comparable else ""] if len(names) > 1 else [])])
+        rows.append(
+            [label, *cells, *([f"{values[0] / values[-1]:.2f}x" if comparable else ""] if len(names) > 1 else [])]
+        )
 
     for phase in PHASES:
         row("whole step, s" if phase == "step" else f"{phase}, s", f"time_{phase}", ".3f", ratio=True)
@@ -174,7 +189,12 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
             cells = [f"{found[index][key]:.3f} (step {found[index]['step']:.0f})" if found else "-" for found in values]
             rows.append([f"{label} {when}", *cells, *([""] if len(names) > 1 else [])])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))) for row in rows]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -189,7 +209,7 @@ def plot_reward(runs: dict[str, list[Metrics]], path: Path) -> None:
     for (name, lines), color in zip(runs.items(), ("tab:gray", "tab:blue")):
         steps = [m for m in lines if "reward" in m]
         seconds, reward = [m["wall_clock"] for m in steps], [m["reward"] for m in steps]
-        smooth = [statistics.mean(reward[max(0, i - 4): i + 1]) for i in range(len(reward))]
+        smooth = [statistics.mean(reward[max(0, i - 4) : i + 1]) for i in range(len(reward))]
         axes.plot(seconds, reward, color=color, alpha=0.3, linewidth=0.8)
         axes.plot(seconds, smooth, color=color, linewidth=2, label=name)
     axes.set(xlabel="wall-clock time of training (s)", ylabel="mean reward of all rollouts")

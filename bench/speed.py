@@ -32,7 +32,9 @@ def measure(args: Args, pairs: int) -> tuple[list[dict], list[dict]]:
         length = plain.step()[0]["length_mean"]
         args = dataclasses.replace(args, detect_length=max(1, round(length / 4)))
         plain.engine.detect_length = plain.args.detect_length = args.detect_length
-        print(f"mean response {length:.1f} tokens, L_detect {args.detect_length}, {args.prompts} x {args.group_size} rollouts, keep ratio {args.keep_ratio}")
+        print(
+            f"mean response {length:.1f} tokens, L_detect {args.detect_length}, {args.prompts} x {args.group_size} rollouts, keep ratio {args.keep_ratio}"
+        )
         pruned = trainer(args)
         for _ in range(args.cold_start + 1):  # fill head and windows; then one step with pruning to warm up
             pruned.step()
@@ -49,6 +51,7 @@ def measure(args: Args, pairs: int) -> tuple[list[dict], list[dict]]:
 
 def table(plain: list[dict], pruned: list[dict], prompt_tokens: float) -> str:
     """Medians, spread (half the distance of the quartiles), the ratio, what the token counts allow, and the share reached."""
+
     def median(lines: list[dict], key: str) -> float:
         return statistics.median(line[key] for line in lines)
 
@@ -63,9 +66,15 @@ def table(plain: list[dict], pruned: list[dict], prompt_tokens: float) -> str:
         before, after = median(plain, key), median(pruned, key)
         if phase == "generate":
             limit = statistics.median(a["tokens_generated"] / b["tokens_generated"] for a, b in zip(plain, pruned))
-        elif phase in ("logprob", "update"):  # what passes through the model again: prompts and responses of the survivors
-            limit = statistics.median((a["tokens_trained"] + prompt_tokens * a["rollouts"]) / (b["tokens_trained"] + prompt_tokens * (b["rollouts"] - b["pruned"]))
-                                      for a, b in zip(plain, pruned))
+        elif phase in (
+            "logprob",
+            "update",
+        ):  # what passes through the model again: prompts and responses of the survivors
+            limit = statistics.median(
+                (a["tokens_trained"] + prompt_tokens * a["rollouts"])
+                / (b["tokens_trained"] + prompt_tokens * (b["rollouts"] - b["pruned"]))
+                for a, b in zip(plain, pruned)
+            )
         elif phase == "step":
             limit = before / allowed_step
         else:
@@ -73,13 +82,18 @@ def table(plain: list[dict], pruned: list[dict], prompt_tokens: float) -> str:
         if phase != "step":
             allowed_step += before / limit if limit else before
         ratio = before / after if after and phase != "head" else None
-        rows.append(f"{phase:9s}  {before:6.3f} +- {spread(plain, key):5.3f}  {after:6.3f} +- {spread(pruned, key):5.3f}  "
-                    + (f"{ratio:5.2f}x" if ratio else "     -") + (f"  {limit:10.2f}x  {ratio / limit:9.0%}" if limit and ratio else "            -          -")
-                    + (f"  {PAPER[phase]:5.2f}x" if phase in PAPER else ""))
+        rows.append(
+            f"{phase:9s}  {before:6.3f} +- {spread(plain, key):5.3f}  {after:6.3f} +- {spread(pruned, key):5.3f}  "
+            + (f"{ratio:5.2f}x" if ratio else "     -")
+            + (f"  {limit:10.2f}x  {ratio / limit:9.0%}" if limit and ratio else "            -          -")
+            + (f"  {PAPER[phase]:5.2f}x" if phase in PAPER else "")
+        )
     overhead = statistics.median(line["hook"] / line["generation"] for line in pruned)
     kept = statistics.median(line["keep_ratio"] for line in pruned)
-    rows.append(f"hook, head and decisions: {overhead:.2%} of generation time; keep ratio {kept:.3f}; "
-                f"gap between sampler and trainer at most {max(line['gap_max'] for line in plain + pruned):.1e}")
+    rows.append(
+        f"hook, head and decisions: {overhead:.2%} of generation time; keep ratio {kept:.3f}; "
+        f"gap between sampler and trainer at most {max(line['gap_max'] for line in plain + pruned):.1e}"
+    )
     return "\n".join(rows)
 
 
@@ -87,7 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=6, help="steps of each kind")
     own, rest = parser.parse_known_args()
-    wide = [] if "--model" in rest else ["--prompts", "96", "--max-num-seqs", "1536", "--kv-cache-gb", "1", "--cold-start", "2"]
+    wide = (
+        []
+        if "--model" in rest
+        else ["--prompts", "96", "--max-num-seqs", "1536", "--kv-cache-gb", "1", "--cold-start", "2"]
+    )
     args = dataclasses.replace(parse([*wide, *rest, "--prune", "arrol"]), lr=0.0, weight_decay=0.0, eval_problems=0)
     plain, pruned = measure(args, own.pairs)
     print(table(plain, pruned, statistics.mean(line["prompt_tokens"] / line["rollouts"] for line in plain)))

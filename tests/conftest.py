@@ -30,8 +30,19 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
         made.clear()
         if not dist.is_initialized():
             start_process_group()
-        made.append(Engine(str(model), **{"detect_length": DETECT, "max_model_len": 128, "max_num_seqs": 64, "dtype": torch.float32,
-                                          "kv_cache_gb": 0.25} | options))
+        made.append(
+            Engine(
+                str(model),
+                **{
+                    "detect_length": DETECT,
+                    "max_model_len": 128,
+                    "max_num_seqs": 64,
+                    "dtype": torch.float32,
+                    "kv_cache_gb": 0.25,
+                }
+                | options,
+            )
+        )
         return made[0]
 
     yield make

@@ -16,23 +16,26 @@ from args import EMBEDDED, TINY, Args, parse
 ROOT = Path(args.__file__).parent
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ("--keep-ratio 0", "--keep-ratio 0.0: must lie in (0, 1]"),
-    ("--keep-ratio 1.5", "--keep-ratio 1.5"),
-    ("--keep-ratio 0.99", "--p-max 0.95"),
-    ("--detect-length 256", "--detect-length 256: must be below --max-length 256"),
-    ("--temperature 0", "--temperature 0.0: must be above 0"),
-    ("--group-size 1", "--group-size 1: must be at least 2"),
-    ("--max-prompt 256", "--max-prompt 256: must be below --max-length 256"),
-    ("--prune some", "invalid choice: 'some'"),
-    ("--algo dapo --beta 0.1", "--beta 0.1: DAPO has no KL term"),
-    ("--dataset none.jsonl", "--dataset none.jsonl: there is no such file"),
-    ("--model ./none", "--model ./none: there is no such folder"),
-    ("--resume none", "--resume none: there is no args.json in it"),
-    ("--keep-ratoi 0.5", "unrecognized arguments: --keep-ratoi"),
-    ("--keep 0.5", "unrecognized arguments: --keep"),  # no abbreviations: a new flag would change what they mean
-    ("--prompts x", "argument --prompts: invalid int value: 'x'"),
-])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--keep-ratio 0", "--keep-ratio 0.0: must lie in (0, 1]"),
+        ("--keep-ratio 1.5", "--keep-ratio 1.5"),
+        ("--keep-ratio 0.99", "--p-max 0.95"),
+        ("--detect-length 256", "--detect-length 256: must be below --max-length 256"),
+        ("--temperature 0", "--temperature 0.0: must be above 0"),
+        ("--group-size 1", "--group-size 1: must be at least 2"),
+        ("--max-prompt 256", "--max-prompt 256: must be below --max-length 256"),
+        ("--prune some", "invalid choice: 'some'"),
+        ("--algo dapo --beta 0.1", "--beta 0.1: DAPO has no KL term"),
+        ("--dataset none.jsonl", "--dataset none.jsonl: there is no such file"),
+        ("--model ./none", "--model ./none: there is no such folder"),
+        ("--resume none", "--resume none: there is no args.json in it"),
+        ("--keep-ratoi 0.5", "unrecognized arguments: --keep-ratoi"),
+        ("--keep 0.5", "unrecognized arguments: --keep"),  # no abbreviations: a new flag would change what they mean
+        ("--prompts x", "argument --prompts: invalid int value: 'x'"),
+    ],
+)
 def test_bad_flags(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse(flags.split())
@@ -49,14 +52,27 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_bad_flags_fail_before_anything_heavy_is_imported() -> None:
     code = "import sys, args\ntry: args.parse(['--group-size', '1'])\nexcept SystemExit: assert not {'torch', 'vllm'} & set(sys.modules); print('light')"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "light\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        == "light\n"
+    )
     run = subprocess.run([sys.executable, "arrol.py", "--group-size", "1"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr.splitlines()[-1].startswith("arrol.py: error: --group-size 1") and not run.stdout
+    assert (
+        run.returncode == 2
+        and run.stderr.splitlines()[-1].startswith("arrol.py: error: --group-size 1")
+        and not run.stdout
+    )
 
 
 def test_defaults_are_the_papers_and_the_embedded_models() -> None:
     paper = parse(["--model", "Qwen/Qwen3-1.7B-Base"])
-    assert (paper.keep_ratio, paper.positive_target, paper.balance, paper.bins, paper.detect_length) == (0.5, 0.5, 0.5, 128, 512)
+    assert (paper.keep_ratio, paper.positive_target, paper.balance, paper.bins, paper.detect_length) == (
+        0.5,
+        0.5,
+        0.5,
+        128,
+        512,
+    )
     assert (paper.group_size, paper.lr, paper.max_length, paper.cold_start, paper.clip_low) == (16, 1e-6, 8192, 20, 0.2)
     embedded = parse([])
     assert embedded.model == str(TINY) and all(getattr(embedded, name) == value for name, value in EMBEDDED.items())
@@ -69,8 +85,16 @@ def test_every_flag_reaches_its_field() -> None:
         if spec.name in ("resume", "model", "dataset") or spec.type == "bool":
             continue
         choices = spec.metadata["choices"]
-        value = choices[-1] if choices else {"str": "x", "int": str(EMBEDDED.get(spec.name, spec.default) + 1) if spec.type == "int" else ""}.get(spec.type, "0.5")
-        flags = [f"--{spec.name.replace('_', '-')}", value, "--algo", "grpo"] if spec.name != "algo" else ["--algo", value]
+        value = (
+            choices[-1]
+            if choices
+            else {"str": "x", "int": str(EMBEDDED.get(spec.name, spec.default) + 1) if spec.type == "int" else ""}.get(
+                spec.type, "0.5"
+            )
+        )
+        flags = (
+            [f"--{spec.name.replace('_', '-')}", value, "--algo", "grpo"] if spec.name != "algo" else ["--algo", value]
+        )
         assert str(getattr(parse(flags), spec.name)) == value, spec.name
 
 

@@ -19,7 +19,9 @@ from engine import Decision, Engine, NothingScored, Rollout, Sampling
 
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 EOS = TOKENIZER.eos_token_id
-PROMPTS = {7 * i: TOKENIZER.encode(problem.text + "\n") for i, problem in enumerate(data.sums(12, 3, "test", (6, 10), 15))}
+PROMPTS = {
+    7 * i: TOKENIZER.encode(problem.text + "\n") for i, problem in enumerate(data.sums(12, 3, "test", (6, 10), 15))
+}
 SAMPLING = Sampling(90, (EOS,))
 GREEDY = Sampling(90, (EOS,), temperature=0.0)
 
@@ -91,7 +93,7 @@ def gap(model: PreTrainedModel, rollouts: list[Rollout], temperature: float = 1.
     largest = 0.0
     for rollout in rollouts:
         start = len(PROMPTS[rollout.group])
-        logprobs = (forward(model, rollout)[1][start - 1: -1] / temperature).log_softmax(-1)
+        logprobs = (forward(model, rollout)[1][start - 1 : -1] / temperature).log_softmax(-1)
         of_sampled = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
         largest = max(largest, (of_sampled - torch.tensor(rollout.logprobs)).abs().max().item())
     return largest
@@ -109,7 +111,9 @@ def test_captured_states_are_those_of_transformers(engine: Engine, model: tuple[
             torch.testing.assert_close(rollout.detect_state, hidden[start + DETECT - 2], atol=1e-4, rtol=0)
             logprobs = model[1].lm_head(rollout.detect_state).log_softmax(-1)
             torch.testing.assert_close(logprobs, logits[start + DETECT - 2].log_softmax(-1), atol=1e-4, rtol=0)
-            assert logprobs[rollout.token_ids[DETECT - 1]].item() == pytest.approx(rollout.logprobs[DETECT - 1], abs=1e-4)
+            assert logprobs[rollout.token_ids[DETECT - 1]].item() == pytest.approx(
+                rollout.logprobs[DETECT - 1], abs=1e-4
+            )
     assert gap(model[1], rollouts) < 1e-4
 
 
@@ -147,7 +151,9 @@ def test_scored_at_l_detect_and_freed_on_the_next_step(engine: Engine) -> None:
     engine._compute_logits = lambda hidden: rows.append(len(hidden)) or inner(hidden)
     try:
         endless = Sampling(64, (), temperature=1.0)
-        rollouts = engine.generate({1: PROMPTS[0], 2: PROMPTS[7]}, 8, endless, seed=1, pruner=Keep(lambda number: number % 2 == 0))
+        rollouts = engine.generate(
+            {1: PROMPTS[0], 2: PROMPTS[7]}, 8, endless, seed=1, pruner=Keep(lambda number: number % 2 == 0)
+        )
     finally:
         engine._compute_logits = inner
     assert sorted(len(r.token_ids) for r in rollouts) == [DETECT] * 8 + [64] * 8
@@ -166,8 +172,12 @@ def test_waiting_rollouts_take_the_slots_of_pruned_ones(engine: Engine) -> None:
 def test_stop_and_length(engine: Engine) -> None:
     """trl#7039: each of several stop ids ends a response, stays in it, and counts as a stop; the limit counts as length."""
     stops = tuple(range(64))
-    assert all(len(r.token_ids) == 1 and r.finish == "stop" for r in engine.generate(PROMPTS, 1, Sampling(90, stops), seed=1))
-    assert all(len(r.token_ids) == 5 and r.finish == "length" for r in engine.generate(PROMPTS, 1, Sampling(5, ()), seed=1))
+    assert all(
+        len(r.token_ids) == 1 and r.finish == "stop" for r in engine.generate(PROMPTS, 1, Sampling(90, stops), seed=1)
+    )
+    assert all(
+        len(r.token_ids) == 5 and r.finish == "length" for r in engine.generate(PROMPTS, 1, Sampling(5, ()), seed=1)
+    )
 
 
 def test_prompts_at_the_limit(engine: Engine) -> None:
@@ -181,6 +191,7 @@ def test_prompts_at_the_limit(engine: Engine) -> None:
 
 def test_an_interrupted_generation_leaves_no_trace(engine: Engine) -> None:
     """vllm#10583: ids of the interrupted requests must not come back in the next call."""
+
     def interrupt(number: int) -> bool:
         raise KeyboardInterrupt
 
@@ -211,7 +222,9 @@ def test_the_engine_samples_from_synced_weights(engine: Engine, weights: PreTrai
     assert gap(weights, engine.generate(PROMPTS, 4, SAMPLING, seed=1)) < 1e-4
 
 
-def test_a_stale_packed_head_shows_in_the_gap(engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_packed_head_shows_in_the_gap(
+    engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault that the gap exists for: without the refresh a tied model samples from a mixture of old and new weights."""
     monkeypatch.setattr(Engine, "_refresh_packed_head", lambda self: None)
     engine.sync(change(weights, 0.02).items())
@@ -219,7 +232,9 @@ def test_a_stale_packed_head_shows_in_the_gap(engine: Engine, weights: PreTraine
     assert measured > 0.05 if weights.config.tie_word_embeddings else measured < 1e-4
 
 
-def test_a_sync_empties_the_prefix_cache(engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_empties_the_prefix_cache(
+    engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vllm#9744: blocks cached under the old weights must not be read; the prompt is longer than 4 blocks of 16."""
     prompt = {0: [token for ids in PROMPTS.values() for token in ids][:80]}
     monkeypatch.setitem(PROMPTS, 0, prompt[0])

@@ -7,15 +7,20 @@ import torch
 from torch import Tensor
 
 from args import Args, parse
-from arrol import Pruner
 from engine import Rollout
+from pruner import Pruner
 
 HIDDEN = 8
 
 
 def settings(**changes: object) -> Args:
     """The embedded model's flags with 8-wide states in mind."""
-    return parse([f"--{name.replace('_', '-')}={value}" for name, value in ({"head_width": 16, "head_passes": 1, "cold_start": 2} | changes).items()])
+    return parse(
+        [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in ({"head_width": 16, "head_passes": 1, "cold_start": 2} | changes).items()
+        ]
+    )
 
 
 def arrivals(groups: int, size: int, seed: int) -> tuple[Tensor, list[int], list[float]]:
@@ -35,14 +40,18 @@ def one_step(pruner: Pruner, step: int, groups: int = 16, size: int = 16) -> lis
     pruner.begin(step)
     half = len(ids) // 2 + 3
     decisions = pruner.decide(states[:half], ids[:half]) + pruner.decide(states[half:], ids[half:])
-    rollouts = [Rollout(group, [0] * 20, [], "stop" if d.keep else "pruned", state, state, d.score, d.posterior, d.survival)
-                for group, state, d in zip(ids, states, decisions)]
+    rollouts = [
+        Rollout(group, [0] * 20, [], "stop" if d.keep else "pruned", state, state, d.score, d.posterior, d.survival)
+        for group, state, d in zip(ids, states, decisions)
+    ]
     pruner.learn(rollouts, [label if d.keep else None for d, label in zip(decisions, labels)])
     return list(zip(rollouts, labels))
 
 
 @pytest.mark.parametrize("survival", ["bernoulli", "systematic"])
-@pytest.mark.parametrize("changes", [{}, {"tilt": "printed"}, {"prune": "random"}, {"keep_ratio": 0.25}, {"balance": 4.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tilt": "printed"}, {"prune": "random"}, {"keep_ratio": 0.25}, {"balance": 4.0}]
+)
 def test_keep_rate_over_30_steps(survival: str, changes: dict) -> None:
     """Within 3 points of kappa, clipped probabilities included; nothing is pruned in the cold start."""
     args = settings(survival=survival, **changes)
@@ -79,7 +88,10 @@ def test_groups_keep_their_minimum() -> None:
     pruner = Pruner(settings(keep_ratio=0.05, p_min=0.01, min_survivors=3), HIDDEN)
     for step in range(1, 6):
         rollouts = one_step(pruner, step)
-        survivors = [sum(r.group == group and r.finish != "pruned" for r, _ in rollouts) for group in {r.group for r, _ in rollouts}]
+        survivors = [
+            sum(r.group == group and r.finish != "pruned" for r, _ in rollouts)
+            for group in {r.group for r, _ in rollouts}
+        ]
         assert min(survivors) >= 3
     assert max(survivors) < 10
 
@@ -98,7 +110,10 @@ def test_a_state_that_is_not_a_number_is_kept_and_never_learnt_from() -> None:
     states[3] = float("nan")
     decisions = pruner.decide(states, ids)
     assert decisions[3].keep and not all(d.keep for d in decisions)
-    metrics = pruner.learn([Rollout(ids[3], [0] * 20, [], "stop", states[3], states[3], decisions[3].score, decisions[3].posterior, 1.0)], [1.0])
+    metrics = pruner.learn(
+        [Rollout(ids[3], [0] * 20, [], "stop", states[3], states[3], decisions[3].score, decisions[3].posterior, 1.0)],
+        [1.0],
+    )
     assert metrics["scores_rejected"] == 1 and all(p.isfinite().all() for p in pruner.head.parameters())
 
 
@@ -108,9 +123,16 @@ def test_the_head_learns_and_is_judged_on_what_it_has_not_seen() -> None:
     pruner.begin(2)
     states, ids, labels = arrivals(16, 16, 2)
     decisions = pruner.decide(states, ids)
-    rollouts = [Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, d.survival) for g, s, d in zip(ids, states, decisions)]
+    rollouts = [
+        Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, d.survival)
+        for g, s, d in zip(ids, states, decisions)
+    ]
     metrics = pruner.learn(rollouts, labels)
-    assert metrics["head_auc"] > 0.95 and metrics["head_auc_within"] > 0.9 and metrics["head_accuracy"] > metrics["head_base_rate"]
+    assert (
+        metrics["head_auc"] > 0.95
+        and metrics["head_auc_within"] > 0.9
+        and metrics["head_accuracy"] > metrics["head_base_rate"]
+    )
 
 
 def test_unjudged_rollouts_teach_nothing() -> None:
@@ -118,7 +140,10 @@ def test_unjudged_rollouts_teach_nothing() -> None:
     pruner = Pruner(settings(), HIDDEN)
     states, ids, _ = arrivals(1, 4, 1)
     pruner.begin(1)
-    rollouts = [Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, 1.0) for g, s, d in zip(ids, states, pruner.decide(states, ids))]
+    rollouts = [
+        Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, 1.0)
+        for g, s, d in zip(ids, states, pruner.decide(states, ids))
+    ]
     pruner.learn(rollouts, [1.0, None, 0.0, 1.0])
     assert pruner.trainer.count == 3 and pruner.calibrator.prior == pytest.approx(2 / 3)
 
@@ -134,12 +159,15 @@ def test_a_restored_pruner_decides_as_the_one_that_was_saved(tmp_path) -> None:
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     for step in range(5, 8):
         expected, got = one_step(straight, step), one_step(second, step)
-        assert [(r.finish, r.score, r.survival) for r, _ in expected] == [(r.finish, r.score, r.survival) for r, _ in got]
+        assert [(r.finish, r.score, r.survival) for r, _ in expected] == [
+            (r.finish, r.score, r.survival) for r, _ in got
+        ]
     assert all(torch.equal(a, b) for a, b in zip(straight.head.parameters(), second.head.parameters()))
 
 
 def test_seeds_differ_although_the_engine_reseeds_the_process() -> None:
     """vllm#8519: building an engine fixes torch's global stream; draws must come from the run's own."""
+
     def decisions(seed: int) -> list[bool]:
         torch.manual_seed(0)
         pruner = Pruner(settings(seed=seed), HIDDEN)

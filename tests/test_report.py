@@ -19,14 +19,23 @@ def rollout(group: int, length: int, finish: str = "stop", survival: float | Non
 def test_rollout_metrics_by_hand() -> None:
     """Two groups, L_detect 4. Group 1: a short wrong one, kept right (p = 1/4) and wrong (p = 1/2), one pruned.
     Group 2: one survivor, right, p = 1/2, two pruned."""
-    rollouts = [rollout(1, 3), rollout(1, 8, survival=0.25), rollout(1, 6, survival=0.5), rollout(1, 4, "pruned"),
-                rollout(2, 10, "length", survival=0.5), rollout(2, 4, "pruned"), rollout(2, 4, "pruned")]
+    rollouts = [
+        rollout(1, 3),
+        rollout(1, 8, survival=0.25),
+        rollout(1, 6, survival=0.5),
+        rollout(1, 4, "pruned"),
+        rollout(2, 10, "length", survival=0.5),
+        rollout(2, 4, "pruned"),
+        rollout(2, 4, "pruned"),
+    ]
     m = rollout_metrics(rollouts, [0.0, 1.0, 0.0, None, 1.0, None, None], detect_length=4)
     assert (m["rollouts"], m["scored"], m["pruned"], m["keep_ratio"]) == (7, 6, 3, 0.5)
     assert m["positive_scored"] == pytest.approx((4 + 2) / (4 + 2 + 2)) and m["positive_kept"] == pytest.approx(2 / 3)
     assert m["reward"] == pytest.approx(6 * 0.75 / 7)  # the short one is wrong
     assert m["rho_mean"] == pytest.approx((1 / 3 + 1) / 2) and m["rho_variance"] == pytest.approx((2 / 9 + 0) / 2)
-    assert m["zero_variance_after"] == 0.5 and m["zero_variance_before"] == pytest.approx(0.5 / 2)  # group 2: (1 + 1) / (1 + 2 + 1)
+    assert m["zero_variance_after"] == 0.5 and m["zero_variance_before"] == pytest.approx(
+        0.5 / 2
+    )  # group 2: (1 + 1) / (1 + 2 + 1)
     assert m["tokens_generated"] == 39 and m["tokens_kept"] == 27
     assert m["tokens_saved"] == pytest.approx(3 * (4 * 4 + 2 * 2 + 2 * 6) / 8)
     assert m["truncated"] == 0.25
@@ -48,15 +57,33 @@ def test_run_log_drops_what_the_interrupted_run_wrote_after_its_checkpoint(tmp_p
         file.write('{"step": 4, "lo')  # cut off by a crash
     RunLog(tmp_path, resumed_step=2).close()
     assert load_metrics(tmp_path) == [{"step": 0, "loss": 0.5}, {"step": 1}, {"step": 2, "loss": 0.5}]
-    assert [json.loads(line)["step"] for line in (tmp_path / "rollouts.jsonl").read_text().split("\n") if line] == [0, 1, 2]
+    assert [json.loads(line)["step"] for line in (tmp_path / "rollouts.jsonl").read_text().split("\n") if line] == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_summary_and_picture(tmp_path: Path) -> None:
     def step(number: int, seconds: float, pruning: bool) -> dict:
-        return {"step": number, "time_step": seconds, "wall_clock": number * seconds, "reward": 0.5, "pruning": pruning, "tokens_generated": 100}
+        return {
+            "step": number,
+            "time_step": seconds,
+            "wall_clock": number * seconds,
+            "reward": 0.5,
+            "pruning": pruning,
+            "tokens_generated": 100,
+        }
 
-    runs = {"GRPO": [{"step": 0, "eval_accuracy": 0.25}, step(1, 4.0, False), step(2, 6.0, False) | {"eval_accuracy": 0.5}],
-            "ARRoL": [{"step": 0, "eval_accuracy": 0.25}, step(1, 9.0, False), step(2, 2.0, True), step(3, 3.0, True) | {"eval_accuracy": 0.75}]}
+    runs = {
+        "GRPO": [{"step": 0, "eval_accuracy": 0.25}, step(1, 4.0, False), step(2, 6.0, False) | {"eval_accuracy": 0.5}],
+        "ARRoL": [
+            {"step": 0, "eval_accuracy": 0.25},
+            step(1, 9.0, False),
+            step(2, 2.0, True),
+            step(3, 3.0, True) | {"eval_accuracy": 0.75},
+        ],
+    }
     lines = summary(runs).splitlines()
     assert next(line for line in lines if line.startswith("whole step")).split()[-3:] == ["5.000", "2.500", "2.00x"]
     assert [line.split()[-3] for line in lines if line.startswith("held-out accuracy after")] == ["0.750"]

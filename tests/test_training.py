@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import arrol
 import checkpoint
 import data
-from args import TINY, Args, parse
-from arrol import Pruner, Trainer
+from args import TINY, parse
+from arrol import Trainer
 from engine import Engine
 from grader import Grader, Verdict
 from grpo import SamplerGapError
@@ -38,12 +38,23 @@ def trainer(engine: Engine, tmp_path: Path) -> Callable[..., Trainer]:
     """Builds a trainer from flags; small steps unless they say otherwise."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     with Grader() as grader:
+
         def make(**changes: object) -> Trainer:
-            flags = {"steps": 6, "prompts": 6, "group_size": 8, "cold_start": 1, "eval_problems": 0, "output": tmp_path / str(time.monotonic_ns()),
-                     "token_budget": 4096, "warmup_steps": 2} | changes
+            flags = {
+                "steps": 6,
+                "prompts": 6,
+                "group_size": 8,
+                "cold_start": 1,
+                "eval_problems": 0,
+                "output": tmp_path / str(time.monotonic_ns()),
+                "token_budget": 4096,
+                "warmup_steps": 2,
+            } | changes
             args = parse([f"--{name.replace('_', '-')}={value}" for name, value in flags.items()])
             prompts, _ = data.tokenize(data.sums(200, 1), tokenizer, args.max_prompt, args.instruction)
-            stops = data.stop_token_ids(tokenizer, AutoModelForCausalLM.from_pretrained(TINY).config, GenerationConfig.from_pretrained(TINY))
+            stops = data.stop_token_ids(
+                tokenizer, AutoModelForCausalLM.from_pretrained(TINY).config, GenerationConfig.from_pretrained(TINY)
+            )
             return Trainer(args, engine, tokenizer, prompts, [], stops, grader, torch.device("cpu"))
 
         yield make
@@ -82,10 +93,14 @@ def test_six_steps_straight_equal_three_and_three(trainer: Callable[..., Trainer
 
 
 def test_keep_ratio_1_is_no_pruning(trainer: Callable[..., Trainer]) -> None:
-    plain, all_kept = trainer(prune="none", steps=3, log_rollouts="all"), trainer(keep_ratio=1, steps=3, log_rollouts="all")
+    plain, all_kept = (
+        trainer(prune="none", steps=3, log_rollouts="all"),
+        trainer(keep_ratio=1, steps=3, log_rollouts="all"),
+    )
     own = {"score", "posterior", "survival"}
-    assert [[(k, v) for k, v in row.items() if k not in own] for row in outcome(plain)] == \
-           [[(k, v) for k, v in row.items() if k not in own] for row in outcome(all_kept)]
+    assert [[(k, v) for k, v in row.items() if k not in own] for row in outcome(plain)] == [
+        [(k, v) for k, v in row.items() if k not in own] for row in outcome(all_kept)
+    ]
     assert same(weights(plain), weights(all_kept))
 
 
@@ -100,7 +115,9 @@ def test_a_run_keeps_its_ratio_and_its_sampler_in_step(trainer: Callable[..., Tr
     assert lines[3]["tokens_trained"] < lines[3]["tokens_generated"]
 
 
-def test_a_sync_that_misses_lm_head_stops_the_run(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_misses_lm_head_stops_the_run(
+    trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tied lm_head fault: found in the second step, before anything is learnt from the wrong samples."""
     monkeypatch.setattr(Engine, "_refresh_packed_head", lambda self: None)
     broken = trainer(lr=1e-3, warmup_steps=0)
@@ -111,21 +128,32 @@ def test_a_sync_that_misses_lm_head_stops_the_run(trainer: Callable[..., Trainer
     broken.engine.sync(broken.weights())
 
 
-def test_pruned_rollouts_reach_nothing_behind_the_engine(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruned_rollouts_reach_nothing_behind_the_engine(
+    trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, int] = {}
     run = trainer(cold_start=0)
     run.step()
     grade, update = run.grader.grade, run.learner.update
     monkeypatch.setattr(run.grader, "grade", lambda texts, golds: seen.update(graded=len(texts)) or grade(texts, golds))
-    monkeypatch.setattr(run.learner, "update", lambda sequences, **limits: seen.update(trained=len(sequences)) or update(sequences, **limits))
+    monkeypatch.setattr(
+        run.learner,
+        "update",
+        lambda sequences, **limits: seen.update(trained=len(sequences)) or update(sequences, **limits),
+    )
     metrics, _ = run.step()
     assert metrics["pruned"] > 0
-    assert seen == {"graded": metrics["rollouts"] - metrics["pruned"], "trained": metrics["rollouts"] - metrics["pruned"]}
+    assert seen == {
+        "graded": metrics["rollouts"] - metrics["pruned"],
+        "trained": metrics["rollouts"] - metrics["pruned"],
+    }
     with pytest.raises(AssertionError):
         assert set(p for p, _ in run.policy.named_parameters()) & set(p for p, _ in run.pruner.head.named_parameters())
 
 
-def test_dapo_refills_groups_without_variance_and_gives_up(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dapo_refills_groups_without_variance_and_gives_up(
+    trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """verl#953: refills are bounded, and rewards that are all 0 end the step without an update, not with an error."""
     run = trainer(algo="dapo", prompts=4, max_refills=2)
     metrics, _ = run.step()
@@ -162,7 +190,9 @@ def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[...,
     head.load_state_dict(load_file(folder / "checkpoint-3" / "quality_head.safetensors"))
 
 
-def test_a_failed_save_leaves_the_old_checkpoint(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_old_checkpoint(
+    trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Disk full: the half-written folder is never taken for a checkpoint."""
     run = trainer(steps=1)
     run.run("test")
@@ -186,11 +216,33 @@ def test_beta_adds_a_kl_to_the_start_model(trainer: Callable[..., Trainer]) -> N
 
 def test_ctrl_c_says_where_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:
     """A real run in its own session: SIGINT to the whole group, as a terminal sends it; then the run is resumed."""
-    command = [sys.executable, "arrol.py", "--prompts", "4", "--group-size", "8", "--eval-problems", "0", "--baseline-steps", "0"]
+    command = [
+        sys.executable,
+        "arrol.py",
+        "--prompts",
+        "4",
+        "--group-size",
+        "8",
+        "--eval-problems",
+        "0",
+        "--baseline-steps",
+        "0",
+    ]
     # this process is the only rank of a group of its own, and has said so in its environment
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    run = subprocess.Popen([*command, "--steps", "500", "--checkpoint-every", "1", "--output", str(tmp_path / "run")], cwd=ROOT, env=environment,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    run = subprocess.Popen(
+        [*command, "--steps", "500", "--checkpoint-every", "1", "--output", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     deadline = time.monotonic() + 240
     while not checkpoint.complete(tmp_path / "run") and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -201,8 +253,14 @@ def test_ctrl_c_says_where_to_go_on_and_leaves_no_process(tmp_path: Path) -> Non
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
     done = int(checkpoint.complete(tmp_path / "run")[-1].name.removeprefix("checkpoint-"))
-    again = subprocess.run([sys.executable, "arrol.py", "--resume", str(tmp_path / "run"), "--steps", str(done + 1)], cwd=ROOT, env=environment,
-                           capture_output=True, text=True, timeout=240)
+    again = subprocess.run(
+        [sys.executable, "arrol.py", "--resume", str(tmp_path / "run"), "--steps", str(done + 1)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert again.returncode == 0, again.stderr
     assert "whole step, s" in again.stdout and (tmp_path / "run" / "reward.png").exists()
     steps = [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())]

@@ -1,0 +1,104 @@
+"""The method as one object: hidden state -> score s' -> posterior q -> survival probability p -> keep or drop."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from args import Args
+from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece, survival_probability, tilt_group, tilt_printed
+from engine import Decision, Rollout
+from quality_head import HeadTrainer, QualityHead, head_metrics
+from report import Metrics
+
+
+class Pruner:
+    """ARRoL's decisions at L_detect (Sec. 4.2, App. A.4), and what they are learnt from.
+
+    `--prune random` is the same object with p = κ: its head learns and is measured, and decides nothing.
+    One object per run; `begin` is called before each generation, `decide` by the engine, `learn` after grading.
+    """
+
+    def __init__(self, args: Args, hidden_size: int, device: torch.device | str = "cpu") -> None:
+        self.args = args
+        self.head = QualityHead(hidden_size, args.head_width, seed=args.seed).to(device)
+        self.trainer = HeadTrainer(
+            self.head, args.head_lr, passes=args.head_passes, capacity=args.head_buffer, seed=args.seed
+        )
+        self.calibrator = Calibrator(args.bins, args.alpha, args.window)
+        self.generator = torch.Generator().manual_seed(args.seed)  # never the global one: the engine reseeds that
+        self.active = False
+
+    def begin(self, step: int) -> None:
+        """Start a generation of training step `step` (from 1). Nothing is pruned in the cold start or at κ = 1."""
+        self.active = self.args.keep_ratio < 1 and step > self.args.cold_start and self.calibrator.ready
+        self.draw = SystematicDraw(self.generator)
+        self.alive: dict[int, int] = defaultdict(lambda: self.args.group_size)
+        self.posteriors, self.groups = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+
+    @torch.no_grad()
+    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
+        """Decisions on rollouts that just reached L_detect: `states` (N, hidden), `groups` (N)."""
+        scores, group = self.head(states).sigmoid().cpu(), torch.tensor(groups)
+        q = self.calibrator.posterior(scores)
+        p = self._survival(q, group) if self.active else torch.ones(len(groups), dtype=torch.float64)
+        keep = self.draw(p, group) if self.args.survival == "systematic" else draw_bernoulli(p, self.generator)
+        return [self._decision(*row) for row in zip(groups, keep.tolist(), scores.tolist(), q.tolist(), p.tolist())]
+
+    def _survival(self, q: Tensor, group: Tensor) -> Tensor:
+        a = self.args
+        if a.prune == "random":
+            return torch.full_like(q, a.keep_ratio)
+        if a.tilt == "printed":
+            tilt = tilt_printed(q, a.balance, a.positive_target)
+        else:  # a group's mean is over all its members that have arrived so far
+            self.posteriors, self.groups = torch.cat([self.posteriors, q]), torch.cat([self.groups, group])
+            tilt = tilt_group(self.posteriors, self.groups, a.keep_ratio, a.balance, a.positive_target)[-len(q) :]
+        bias = self.calibrator.bias(a.tilt, a.keep_ratio, a.balance, a.positive_target, a.p_min, a.p_max)
+        return survival_probability(tilt, bias, a.keep_ratio, a.p_min, a.p_max)
+
+    def _decision(self, group: int, keep: bool, score: float, q: float, p: float) -> Decision:
+        keep = keep or self.alive[group] <= self.args.min_survivors
+        self.alive[group] -= not keep
+        return Decision(keep, score, q, p)
+
+    def learn(self, rollouts: list[Rollout], labels: list[float | None]) -> Metrics:
+        """Update head and windows from all rollouts of a step; a label is None for those pruned or not judged.
+
+        The metrics compare each score with the label that came after it: the head has not seen these rollouts yet.
+        """
+        scored = [(r, y) for r, y in zip(rollouts, labels) if r.detect_state is not None]
+        known = [(r, y) for r, y in scored if y is not None and math.isfinite(r.score)]
+        metrics: Metrics = {}
+        if known:
+            scores, truth = torch.tensor([r.score for r, _ in known]), torch.tensor([y for _, y in known])
+            group = torch.tensor([r.group for r, _ in known])
+            metrics = {f"head_{name}": value for name, value in head_metrics(scores, truth, group).items()}
+            metrics["ece"] = ece(torch.tensor([r.posterior for r, _ in known]), truth)
+            self.calibrator.label(scores, truth)
+            self.trainer.add(torch.stack([r.detect_state for r, _ in known]), truth)
+        if self.args.head_states == "both":
+            ended = [(r.last_state, y) for r, y in zip(rollouts, labels) if r.last_state is not None and y is not None]
+            if ended:
+                self.trainer.add(torch.stack([state for state, _ in ended]), torch.tensor([y for _, y in ended]))
+        if scored:
+            self.calibrator.observe(
+                torch.tensor([r.score for r, _ in scored]), torch.tensor([r.group for r, _ in scored])
+            )
+        metrics["head_loss"] = self.trainer.train()["loss"]
+        return metrics | {"prior": self.calibrator.prior, "scores_rejected": float(self.calibrator.rejected)}
+
+    def state_dict(self) -> dict:
+        return {
+            "trainer": self.trainer.state_dict(),
+            "calibrator": self.calibrator.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.trainer.load_state_dict(state["trainer"])
+        self.calibrator.load_state_dict(state["calibrator"])
+        self.generator.set_state(state["generator"])
