@@ -400,7 +400,7 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[data.Pr
             f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})"
         )
     print(
-        f"{args.dataset}: {line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts, {len(held_out)} held out"
+        f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts, {len(held_out)} held out"
     )
     return prompts, data.tokenize(held_out, tokenizer, args.max_prompt, args.instruction, args.thinking)[0]
 
