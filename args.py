@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import sys
 import time
@@ -176,7 +177,17 @@ def parse(argv: list[str]) -> Args:
         saved = Path(given["resume"], "args.json")
         if not saved.is_file():
             fail(f"--resume {given['resume']}: there is no args.json in it, so that it is no run folder")
-        args = Args(**json.loads(saved.read_text()) | given | {"output": given["resume"]})
+        before = json.loads(saved.read_text())
+        for name in ("model", "output", "prune", "head_width"):
+            if (
+                name in given
+                and given[name] != before[name]
+                and not (name == "prune" and "none" not in (given[name], before[name]))
+            ):
+                fail(
+                    f"--{name.replace('_', '-')} {given[name]}: the run in {given['resume']} has {before[name]}; start a new one for that"
+                )
+        args = Args(**before | given | {"output": given["resume"]})
     else:
         args = Args(**(EMBEDDED if "model" not in given else {}) | given)
     args.output = args.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{args.prune}"
@@ -207,6 +218,13 @@ def first_problem(args: Args) -> str | None:
         ("grad_clip", args.grad_clip > 0, "must be above 0"),
         ("beta", args.beta >= 0, "must not be negative"),
         ("tis_cap", args.tis_cap is None or args.tis_cap > 0, "must be above 0"),
+        ("max_gap", args.max_gap is None or args.max_gap > 0, "must be above 0"),
+        ("max_mean_gap", args.max_mean_gap is None or args.max_mean_gap > 0, "must be above 0"),
+        ("head_lr", args.head_lr > 0, "must be above 0"),
+        ("beta1", 0 <= args.beta1 < 1, "must lie in [0, 1)"),
+        ("beta2", 0 <= args.beta2 < 1, "must lie in [0, 1)"),
+        ("clip_high", args.clip_high is None or args.clip_high >= 0, "must not be negative"),
+        ("kv_cache_gb", args.kv_cache_gb > 0, "must be above 0"),
         ("alpha", args.alpha > 0, "must be above 0: an empty bin would have the posterior 0/0"),
         ("gpu_memory_utilization", 0 < args.gpu_memory_utilization < 1, "must lie in (0, 1)"),
         *[
@@ -248,16 +266,20 @@ def first_problem(args: Args) -> str | None:
         return f"--max-prompt {args.max_prompt}: must be below --max-length {args.max_length}, which counts prompt and response"
     if args.prune != "none" and args.detect_length >= args.max_length:
         return f"--detect-length {args.detect_length}: must be below --max-length {args.max_length}, or no rollout is ever scored"
-    if args.prune != "none" and args.keep_ratio < 1 and not args.p_min <= args.keep_ratio <= args.p_max:
+    if args.prune == "arrol" and args.keep_ratio < 1 and not args.p_min <= args.keep_ratio <= args.p_max:
         return (
             f"--keep-ratio {args.keep_ratio}: must lie between --p-min {args.p_min} and --p-max {args.p_max}, or be 1"
         )
+    if args.algo == "dapo" and args.overlong_cache > args.max_length:
+        return f"--overlong-cache {args.overlong_cache}: must not exceed --max-length {args.max_length}"
     if args.algo == "dapo" and args.beta > 0:
         return f"--beta {args.beta}: DAPO has no KL term; use --algo grpo or --beta 0"
     return _missing_file(args)
 
 
 def _missing_file(args: Args) -> str | None:
+    if args.tracker != "none" and importlib.util.find_spec(args.tracker) is None:
+        return f"--tracker {args.tracker}: it is not installed; pip install {args.tracker}"
     model = Path(args.model)
     if model.is_dir():
         if not (model / "config.json").is_file():

@@ -33,6 +33,7 @@ from args import Args, fail, parse
 
 if __name__ == "__main__":
     ARGS = parse(sys.argv[1:])  # before the imports below, which take seconds: a bad flag fails at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during them: nothing to clean up yet, and no traceback
 
 # Before torch loads OpenMP: threads that spin while they wait make a step 20 times slower beside one other busy process, and only
 # a quarter faster on an idle machine (2 cores).
@@ -200,7 +201,10 @@ class Trainer:
                     self.sampling,
                     pruner=self.pruner,
                     seed=self._seed(attempt),
-                    must_score=attempt == 0 and bool(self.pruner and self.pruner.active),
+                    must_score=attempt == 0
+                    and self.pruner is not None
+                    and args.keep_ratio < 1
+                    and self.step_number > args.cold_start,
                     last_states=args.head_states == "both",
                     progress=True,
                 )
@@ -218,6 +222,9 @@ class Trainer:
     def _grade(self, rollouts: list[Rollout], prompts: dict[int, data.Prompt]) -> Batch:
         survivors = [r for r in rollouts if r.finish != "pruned"]
         texts = self.tokenizer.batch_decode([r.token_ids for r in survivors], skip_special_tokens=True)
+        # Some chat templates open the thinking block in the prompt; the grader has to know, or it takes thoughts for answers.
+        opened = {g: self.tokenizer.decode(p.token_ids[-8:]).rstrip().endswith("<think>") for g, p in prompts.items()}
+        texts = [("<think>" if opened[r.group] else "") + text for r, text in zip(survivors, texts)]
         verdicts = iter(self.grader.grade(texts, [prompts[r.group].problem.answer for r in survivors]))
         return Batch(rollouts, [None if r.finish == "pruned" else next(verdicts) for r in rollouts])
 
@@ -391,7 +398,8 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[data.Pr
             held_out = data.sums(min(args.eval_problems, len(problems) // 10), args.seed, "test", *built_in)
         else:
             random.Random(args.seed).shuffle(problems)
-            problems, held_out = problems[args.eval_problems :], problems[: args.eval_problems]
+            cut = min(args.eval_problems, len(problems) // 10)
+            problems, held_out = problems[cut:], problems[:cut]
     except ValueError as error:
         fail(str(error))
     prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
@@ -455,7 +463,8 @@ def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
 
 def main(args: Args) -> int:
     """Train as `args` say; returns the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's notice is treated as Ctrl-C
+    for notice in (signal.SIGINT, signal.SIGTERM):  # a cluster's notice is treated as Ctrl-C
+        signal.signal(notice, signal.default_int_handler)
     folder, resume_from = Path(args.output), None
     if args.resume:
         found = checkpoint.complete(folder)
@@ -464,11 +473,11 @@ def main(args: Args) -> int:
         resume_from = found[-1]
     try:
         with workbench(args) as trainer:
-            if not resume_from:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False))
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = dataclasses.asdict(args) | {"resume": ""}
+            (folder / "args.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False))
             runs, method = {}, args.algo.upper()
-            if args.baseline_steps and not resume_from:
+            if args.baseline_steps and args.prune != "none" and not resume_from:
                 plain = dataclasses.replace(
                     args, prune="none", steps=args.baseline_steps, output=str(folder / "baseline")
                 )

@@ -321,7 +321,7 @@ class Engine:
             self.engine.abort_request(internals, internal=True)
             self._aborted.update(internals)
             for internal in internals:
-                del self._internal[internal.rpartition("-")[0]]
+                self._internal.pop(internal.rpartition("-")[0], None)  # gone, if interrupted within _collect
             if not self._aborted.isdisjoint(self.engine.output_processor.request_states):
                 raise RuntimeError("vLLM did not abort a request")
 

@@ -342,8 +342,8 @@ class Learner:
             "clip_low": sums["clip_low"] / trained,
             "clip_high": sums["clip_high"] / trained,
             "entropy": sums["entropy"] / tokens,
-            "gap_mean": sums["gap"] / tokens,
-            "gap_max": sums["gap_max"],
+            "gap_mean": sums["gap"] / tokens if sums["tokens"] else float("nan"),  # not 0, which would say that all is well
+            "gap_max": sums["gap_max"] if sums["tokens"] else float("nan"),
             "lr": lr,
             "optimizer_steps": float(len(finite)),
             "skipped": float(len(plan) - len(norms)),
@@ -431,7 +431,13 @@ class Learner:
         return {"policy": policy, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, dict]) -> None:
-        """The inverse of `state_dict`; raises where names or shapes differ."""
+        """The inverse of `state_dict`; raises where names or shapes differ. Learning rate, betas and weight decay stay the
+        constructor's: whoever resumes with other ones means it."""
+        groups, base_lrs = self.optimizer.param_groups, self.scheduler.base_lrs
+        own = [{name: group[name] for name in ("betas", "weight_decay", "initial_lr")} for group in groups]
         policy, optimizer = state["policy"], state["optimizer"]
         set_state_dict(self.policy, self.optimizer, model_state_dict=policy, optim_state_dict=optimizer)
-        self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": base_lrs})
+        for group, settings, rise in zip(self.optimizer.param_groups, own, self.scheduler.lr_lambdas):
+            group.update(settings, lr=settings["initial_lr"] * rise(self.scheduler.last_epoch))
+        self.scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]

@@ -51,7 +51,7 @@ class Pruner:
     def _survival(self, q: Tensor, group: Tensor) -> Tensor:
         a = self.args
         if a.prune == "random":
-            return torch.full_like(q, a.keep_ratio)
+            return torch.where(q.isnan(), 1.0, a.keep_ratio)
         if a.tilt == "printed":
             tilt = tilt_printed(q, a.balance, a.positive_target)
         else:  # a group's mean is over all its members that have arrived so far
@@ -61,7 +61,8 @@ class Pruner:
         return survival_probability(tilt, bias, a.keep_ratio, a.p_min, a.p_max)
 
     def _decision(self, group: int, keep: bool, score: float, q: float, p: float) -> Decision:
-        keep = keep or self.alive[group] <= self.args.min_survivors
+        if self.alive[group] <= self.args.min_survivors:
+            keep, p = True, 1.0  # forced: it stands for itself alone
         self.alive[group] -= not keep
         return Decision(keep, score, q, p)
 

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -20,7 +20,6 @@ class RunLog:
     """Appends to the two JSONL files of a run folder and, if asked, to a tracker.
 
     resumed_step: lines of later steps, left by the interrupted run, are dropped first.
-    Raises SystemExit with the pip command when the tracker is not installed.
     """
 
     def __init__(self, folder: Path, tracker: str = "none", resumed_step: int | None = None) -> None:
@@ -29,9 +28,11 @@ class RunLog:
         for name in ("metrics", "rollouts"):
             path = folder / f"{name}.jsonl"
             kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step is not None else []
-            path.write_text("".join(_dump(line) for line in kept), "utf-8")
+            temporary = folder / f".{name}.jsonl"  # never truncate the only copy
+            temporary.write_text("".join(_dump(line) for line in kept), "utf-8")
+            temporary.replace(path)
             self.files[name] = path.open("a", encoding="utf-8")
-        self.track = _tracker(tracker, folder)
+        self.track, self.close_tracker = _tracker(tracker, folder)
 
     def metrics(self, metrics: Metrics) -> None:
         """One line of metrics.jsonl; NaN and infinity, which JSON does not have, are left out."""
@@ -52,23 +53,22 @@ class RunLog:
     def close(self) -> None:
         for file in self.files.values():
             file.close()
+        self.close_tracker()
 
 
-def _tracker(name: str, folder: Path):
-    """A function (values, step) that reports to `name`; for "none" one that does nothing."""
-    if name == "none":
-        return lambda values, step: None
-    try:
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+def _tracker(name: str, folder: Path) -> tuple[Callable[[Metrics, int], None], Callable[[], None]]:
+    """Two functions, report(values, step) and close(); for "none" they do nothing."""
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(str(folder / "tensorboard"))
-            return lambda values, step: [writer.add_scalar(key, value, step) for key, value in values.items()]
+        writer = SummaryWriter(str(folder / "tensorboard"))
+        return lambda values, step: [writer.add_scalar(key, value, step) for key, value in values.items()], writer.close
+    if name == "wandb":
         import wandb
-    except ImportError:
-        raise SystemExit(f"arrol.py: error: --tracker {name}: it is not installed; pip install {name}") from None
-    wandb.init(project="arrol", name=folder.name, dir=str(folder))
-    return lambda values, step: wandb.log(values, step=step)
+
+        run = wandb.init(project="arrol", name=folder.name, dir=str(folder), reinit="create_new")
+        return lambda values, step: run.log(values, step=step), run.finish
+    return lambda values, step: None, lambda: None
 
 
 def _dump(row: dict) -> str:
@@ -99,7 +99,8 @@ def rollout_metrics(rollouts: list[Rollout], labels: list[float | None], detect_
     pruned = [r for r in rollouts if r.finish == "pruned"]
     scored = [(r, y, 1 / (r.survival or 1.0)) for r, y in rows if len(r.token_ids) > detect_length]
     short = [y for r, y in rows if len(r.token_ids) <= detect_length]
-    arrived, weight = len(scored) + len(pruned), sum(w for *_, w in scored)
+    survived = sum(r.finish != "pruned" and len(r.token_ids) > detect_length for r in rollouts)  # judged or not
+    arrived, weight = survived + len(pruned), sum(w for *_, w in scored)
     positive_scored = _ratio(sum(w * y for _, y, w in scored), weight)
     beyond = _ratio(sum(w * (len(r.token_ids) - detect_length) for r, _, w in scored), weight)
     groups = labels_by_group(rollouts, labels)
@@ -109,7 +110,7 @@ def rollout_metrics(rollouts: list[Rollout], labels: list[float | None], detect_
         "rollouts": len(rollouts),
         "scored": arrived,
         "pruned": len(pruned),
-        "keep_ratio": _ratio(len(scored), arrived),
+        "keep_ratio": _ratio(survived, arrived),
         "reward": _ratio(
             sum(short) + (arrived * positive_scored if scored else 0.0), len(short) + (arrived if scored else 0)
         ),

@@ -101,6 +101,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=6, help="steps of each kind")
     own, rest = parser.parse_known_args()
+    if own.pairs < 2:
+        parser.error("--pairs must be at least 2, for a spread")
     wide = (
         []
         if "--model" in rest

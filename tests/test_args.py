@@ -33,6 +33,9 @@ ROOT = Path(args.__file__).parent
         ("--resume none", "--resume none: there is no args.json in it"),
         ("--keep-ratoi 0.5", "unrecognized arguments: --keep-ratoi"),
         ("--keep 0.5", "unrecognized arguments: --keep"),  # no abbreviations: a new flag would change what they mean
+        ("--algo dapo --overlong-cache 300", "--overlong-cache 300: must not exceed --max-length 256"),
+        ("--tracker wandb", "--tracker wandb: it is not installed; pip install wandb"),
+        ("--max-gap 0", "--max-gap 0.0: must be above 0"),
         ("--prompts x", "argument --prompts: invalid int value: 'x'"),
     ],
 )
@@ -82,7 +85,7 @@ def test_defaults_are_the_papers_and_the_embedded_models() -> None:
 def test_every_flag_reaches_its_field() -> None:
     """verl#4957: a flag that exists and is not passed on."""
     for spec in dataclasses.fields(Args):
-        if spec.name in ("resume", "model", "dataset") or spec.type == "bool":
+        if spec.name in ("resume", "model", "dataset", "tracker") or spec.type == "bool":
             continue
         choices = spec.metadata["choices"]
         value = (
@@ -103,5 +106,10 @@ def test_resume_takes_the_runs_own_flags_and_those_that_are_given(tmp_path: Path
     (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(first)))
     again = parse(["--resume", str(tmp_path), "--steps", "6"])
     assert (again.steps, again.lr, again.output, again.model) == (6, 0.5, str(tmp_path), str(TINY))
-    with pytest.raises(SystemExit):
-        parse(["--output", str(tmp_path)])  # a run is never overwritten
+    for flags in (
+        ["--output", str(tmp_path)],
+        ["--resume", str(tmp_path), "--prune", "none"],
+        ["--resume", str(tmp_path), "--head-width", "8"],
+    ):
+        with pytest.raises(SystemExit):
+            parse(flags)  # a run is never overwritten, nor gone on with as another one

@@ -552,6 +552,17 @@ def test_a_resumed_learner_takes_the_same_steps(steps: int, tied: bool, tmp_path
     assert same(weights(straight), weights(resumed)) and same(optimizer_state(straight), optimizer_state(resumed))
 
 
+def test_flags_that_are_changed_at_a_resume_count() -> None:
+    """The optimizer's state comes back, its learning rate, betas and weight decay are the new ones."""
+    saved = make_learner(Policy(make_model(), 1.0), lr=1e-3, warmup_steps=4)
+    saved.update(make_sequences(5), NO_LIMIT)
+    resumed = make_learner(Policy(make_model(), 1.0), lr=1e-5, warmup_steps=4, weight_decay=0.0)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.update(make_sequences(5), NO_LIMIT)["lr"] == pytest.approx(1e-5 * 2 / 4)
+    assert [group["weight_decay"] for group in resumed.optimizer.param_groups] == [0.0]
+    assert next(iter(resumed.optimizer.state.values()))["step"] == 2
+
+
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     other = make_learner(Policy(make_model(num_hidden_layers=1), 1.0))
     with pytest.raises(Exception, match="layers.1"):

@@ -91,6 +91,3 @@ def test_summary_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_tracker_that_is_not_installed_names_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--tracker wandb: it is not installed; pip install wandb"):
-        RunLog(tmp_path, "wandb")

@@ -20,7 +20,7 @@ import checkpoint
 import data
 from args import TINY, parse
 from arrol import Trainer
-from engine import Engine
+from engine import Engine, NothingScored
 from grader import Grader, Verdict
 from grpo import SamplerGapError
 from quality_head import QualityHead
@@ -147,8 +147,27 @@ def test_pruned_rollouts_reach_nothing_behind_the_engine(
         "graded": metrics["rollouts"] - metrics["pruned"],
         "trained": metrics["rollouts"] - metrics["pruned"],
     }
-    with pytest.raises(AssertionError):
-        assert set(p for p, _ in run.policy.named_parameters()) & set(p for p, _ in run.pruner.head.named_parameters())
+
+
+def test_the_head_teaches_the_policy_nothing(trainer: Callable[..., Trainer]) -> None:
+    """No gradient of the quality head reaches the policy, whose states it learns from."""
+    run = trainer(cold_start=0, lr=0.0, head_lr=0.1)
+    run.step()
+    before, head = weights(run), [p.clone() for p in run.pruner.head.parameters()]
+    run.step()
+    assert same(before, weights(run)) and all(p.grad is None for p in run.policy.parameters())
+    assert not any(torch.equal(old, new) for old, new in zip(head, run.pruner.head.parameters()))
+
+
+def test_a_run_in_which_nothing_reaches_l_detect_stops(
+    trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be plain GRPO under the name of ARRoL, without a word."""
+    run = trainer(detect_length=200, cold_start=1)
+    monkeypatch.setattr(run.engine, "detect_length", 200)
+    with pytest.raises(NothingScored, match="lower --detect-length"):
+        run.run("test", checkpoints=False)
+    assert run.step_number == 2
 
 
 def test_dapo_refills_groups_without_variance_and_gives_up(
