@@ -395,9 +395,9 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[data.Pr
     try:
         problems, line = data.load(args.dataset, args.seed)
         if built_in := data.sums_range(args.dataset):
-            held_out = data.sums(min(args.eval_problems, len(problems) // 10), args.seed, "test", *built_in)
+            held_out = data.sums(min(args.eval_problems, len(problems) // 10), 0, "test", *built_in)
         else:
-            random.Random(args.seed).shuffle(problems)
+            random.Random(0).shuffle(problems)  # not the run's seed: runs are compared on the same held-out problems
             cut = min(args.eval_problems, len(problems) // 10)
             problems, held_out = problems[cut:], problems[:cut]
     except ValueError as error:
