@@ -111,7 +111,8 @@ def test_a_run_keeps_its_ratio_and_its_sampler_in_step(trainer: Callable[..., Tr
     rate = sum(line["scored"] * line["keep_ratio"] for line in lines[3:]) / sum(line["scored"] for line in lines[3:])
     assert abs(rate - 0.5) < 0.03
     assert max(line["gap_max"] for line in lines) < 1e-3
-    assert all(line["optimizer_steps"] > 0 for line in lines)  # or the sync would have had nothing to do
+    # the sync had something to do after every step, but for those in which all groups were dead
+    assert all(line["optimizer_steps"] > 0 or line["zero_variance_after"] == 1 for line in lines)
     assert lines[3]["tokens_trained"] < lines[3]["tokens_generated"]
 
 
@@ -139,7 +140,7 @@ def test_pruned_rollouts_reach_nothing_behind_the_engine(
     monkeypatch.setattr(
         run.learner,
         "update",
-        lambda sequences, **limits: seen.update(trained=len(sequences)) or update(sequences, **limits),
+        lambda sequences, *limits: seen.update(trained=len(sequences)) or update(sequences, *limits),
     )
     metrics, _ = run.step()
     assert metrics["pruned"] > 0
