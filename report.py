@@ -170,7 +170,7 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
     def row(label: str, key: str, form: str, ratio: bool = False) -> None:
         values = [median(name, key) for name in names]
         cells = ["-" if math.isnan(value) else format(value, form) for value in values]
-        comparable = ratio and len(values) > 1 and values[-1] > 0
+        comparable = ratio and len(values) > 1 and values[0] > 0 and values[-1] > 0
         rows.append(
             [label, *cells, *([f"{values[0] / values[-1]:.2f}x" if comparable else ""] if len(names) > 1 else [])]
         )
