@@ -1,4 +1,4 @@
-"""Laws of the calibration (Sec. 4.1, 4.2, App. A.4) and faults that other calibrators had (C1 to C6)."""
+"""Laws of the calibration (Sec. 4.1, 4.2, App. A.4) and faults that other calibrators had."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sample(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def test_bin_edges() -> None:
-    """C1: a score of exactly 1 belongs to the last bin."""
+    """Lightning-AI/torchmetrics#3510: a score of exactly 1 belongs to the last bin."""
     scores = torch.tensor([0.0, 1 / 128, 127 / 128, 1.0, torch.sigmoid(torch.tensor(40.0)).item(), -0.1, 1.1])
     assert bin_index(scores, 128).tolist() == [0, 1, 127, 127, 127, 0, 127]
     assert bin_index(torch.tensor([127 / 128, 1.0]).bfloat16(), 128).tolist() == [127, 127]
@@ -59,7 +59,7 @@ def test_bin_edges() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5, 100, 300])
 def test_counts_sum_to_the_window(size: int) -> None:
-    """C4: no bin is skipped, at any size; the window holds the newest entries."""
+    """texttron/BrowseComp-Plus#18: no bin is skipped, at any size; the window holds the newest entries."""
     calibrator = Calibrator(bins=128, window=100)
     scores, labels = sample(size, seed=size)
     scores[:1] = 1.0
@@ -93,7 +93,7 @@ def bayes_by_counting(rows: list[tuple[int, int]], bins: int, alpha: Fraction) -
     alpha=st.sampled_from([Fraction(1, 2), Fraction(1), Fraction(3)]),
 )
 def test_posterior_is_bayes(rows: list[tuple[int, int]], alpha: Fraction) -> None:
-    """Also when one class is missing (C6): finite, and in [0, 1]."""
+    """Also when one class is missing (Project-MONAI/MONAI#8707): finite, and in [0, 1]."""
     bins, labels = torch.tensor(rows).T
     table = posterior_table(
         torch.bincount(bins[labels == 1], minlength=5), torch.bincount(bins[labels == 0], minlength=5), float(alpha)
@@ -349,7 +349,7 @@ def test_systematic_survivors_stay_within_one(arrivals: list[tuple[int, float]],
 
 
 def test_draws_obey_certainty_and_their_generator() -> None:
-    """p = 1 always keeps and p = 0 never; the global generator is neither used nor moved (E12)."""
+    """p = 1 always keeps and p = 0 never; the global generator is neither used nor moved (vllm#8519)."""
     p, groups = torch.tensor([1.0, 0.0] * 500), torch.arange(1000) // 10
     for draw in (lambda g, p: draw_bernoulli(p, g), lambda g, p: SystematicDraw(g)(p, groups)):
         before = torch.get_rng_state()
@@ -367,7 +367,7 @@ def test_draws_obey_certainty_and_their_generator() -> None:
 
 
 def test_scores_that_are_not_numbers() -> None:
-    """C6: counted, kept, and the windows stay as they were."""
+    """Project-MONAI/MONAI#8707: counted, kept, and the windows stay as they were."""
     calibrator = Calibrator()
     scores, labels = sample(100, seed=14)
     calibrator.observe(scores, torch.arange(100) // 10)
@@ -389,7 +389,7 @@ def test_scores_that_are_not_numbers() -> None:
 @pytest.mark.parametrize("label", [0, 1])
 @pytest.mark.parametrize("tilt", ["printed", "group"])
 def test_one_class(label: int, tilt: str) -> None:
-    """C6: only right or only wrong rollouts so far: q is that class, p = kappa for all."""
+    """Project-MONAI/MONAI#8707: only right or only wrong rollouts so far: q is that class, p = kappa for all."""
     calibrator = Calibrator()
     scores = torch.rand(50, generator=generator(15))
     groups = torch.arange(50) // 16
@@ -403,7 +403,7 @@ def test_one_class(label: int, tilt: str) -> None:
 
 
 def test_empty_calibrator() -> None:
-    """C4: not ready, and still no NaN."""
+    """texttron/BrowseComp-Plus#18: not ready, and still no NaN."""
     calibrator = Calibrator()
     assert not calibrator.ready and calibrator.prior == 0.5
     assert calibrator.posterior(torch.tensor([0.0, 1.0])).tolist() == [0.5, 0.5]
@@ -413,7 +413,7 @@ def test_empty_calibrator() -> None:
 
 
 def test_labels_are_verdicts() -> None:
-    """Q5: what no grader judged, or a shaped reward, is not a label."""
+    """miles#2800: what no grader judged, or a shaped reward, is not a label."""
     for labels in (torch.tensor([0.5]), torch.tensor([-1.0]), torch.tensor([math.nan]), torch.ones(2)):
         with pytest.raises(ValueError):
             Calibrator().label(torch.tensor([0.5]), labels)
@@ -422,7 +422,7 @@ def test_labels_are_verdicts() -> None:
 
 
 def test_state_round_trip() -> None:
-    """G23, G24: through torch.load(weights_only=True), the same decisions; later data lands the same too."""
+    """EasyR1#57, transformers#40500: through torch.load(weights_only=True), the same decisions; later data lands the same too."""
     scores, labels = sample(500, seed=16)
     groups = torch.arange(500) // 16
     first, second = Calibrator(window=300), Calibrator(window=300)
@@ -440,7 +440,7 @@ def test_state_round_trip() -> None:
 
 
 def test_state_of_another_bin_count() -> None:
-    """C5: saved with B = 16, loaded with B = 128 (or a smaller window): as if the newest rows had been binned there."""
+    """EFS-OpenSource/calibration-framework#19: saved with B = 16, loaded with B = 128 (or a smaller window): as if the newest rows had been binned there."""
     scores, labels = sample(500, seed=17)
     saved, loaded, direct = Calibrator(bins=16), Calibrator(bins=128, window=200), Calibrator(bins=128, window=200)
     for calibrator in (saved, direct):

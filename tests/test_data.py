@@ -90,13 +90,13 @@ def test_sums_that_make_no_sense_are_refused(source: str) -> None:
     ],
 )
 def test_the_usual_columns_are_understood(tmp_path: Path, ending: str, row: dict[str, object], answer: str) -> None:
-    """A2: and DAPO's request for an `Answer:` line is taken off."""
+    """Trinity-RFT#566: and DAPO's request for an `Answer:` line is taken off."""
     assert pairs(write(tmp_path / f"rows.{ending}", [row])) == [("What is 1+1?", answer)]
 
 
 @pytest.mark.parametrize("form", ["rows.jsonl", "rows.json", "rows.parquet", "a folder"])
 def test_each_problem_comes_once_however_often_its_row_does(tmp_path: Path, form: str) -> None:
-    """A1: DAPO-Math-17k holds every problem 100 times. A folder goes the way of a hub id."""
+    """BytedTsinghua-SIA/DAPO#15: DAPO-Math-17k holds every problem 100 times. A folder goes the way of a hub id."""
     asked = ["$1+1$?", "在 $1+2$ 中?", "$1+3$?"]
     rows = [chat_row(DAPO_HEAD + text + DAPO_TAIL, str(n + 2), i) for i in range(100) for n, text in enumerate(asked)]
     source = write(tmp_path / ("rows.parquet" if form == "a folder" else form), rows)
@@ -108,7 +108,7 @@ def test_each_problem_comes_once_however_often_its_row_does(tmp_path: Path, form
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
 def test_every_row_is_accounted_for(tmp_path: Path, ending: str) -> None:
-    """A5: a gold that is None, empty or nan is no gold. One problem with two answers has none either."""
+    """Skills#1074: a gold that is None, empty or nan is no gold. One problem with two answers has none either."""
     rows = [("a", "1"), ("a  ", "$01.0$"), ("b", "1"), ("b", "2"), ("b", "1"), ("c", None), ("d", ""), ("e", "NaN")]
     rows += [("", "5"), (None, "5"), ("f", "6")]
     source = write(tmp_path / f"rows.{ending}", [{"problem": text, "answer": answer} for text, answer in rows])
@@ -121,7 +121,7 @@ def test_every_row_is_accounted_for(tmp_path: Path, ending: str) -> None:
 
 
 def test_jsonl_with_a_byte_order_mark_blank_lines_and_line_separators_in_strings(tmp_path: Path) -> None:
-    """A22: U+2028 is a line break to str.splitlines and not to JSON."""
+    """declare-lab/flan-alpaca#5: U+2028 is a line break to str.splitlines and not to JSON."""
     path = tmp_path / "rows.jsonl"
     good = '\ufeff{"problem": "a\u2028b", "answer": "1"}\r\n\n{"problem": "c", "answer": "2"}\n'
     path.write_bytes(good.encode())
@@ -152,7 +152,7 @@ def test_jsonl_with_a_byte_order_mark_blank_lines_and_line_separators_in_strings
 def test_a_file_that_is_wrong_is_named_with_its_line(
     tmp_path: Path, name: str, content: bytes | None, place: str
 ) -> None:
-    """A22: one sentence with the flag, the place and the remedy."""
+    """declare-lab/flan-alpaca#5: one sentence with the flag, the place and the remedy."""
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"^--dataset .*{place}.*; ") as caught:
@@ -208,7 +208,7 @@ def ids_of(text: str, with_tokenizer: PreTrainedTokenizerFast, **options: object
 @pytest.mark.parametrize("add_eos", [False, True])
 @pytest.mark.parametrize("text", ["What is 1+1?", "<bos>What is 1+1?"])
 def test_bos_comes_once_and_eos_not_at_all(template: str | None, add_eos: bool, text: str) -> None:
-    """E18: template and tokenizer both add BOS. And a prompt that ends with EOS asks for nothing."""
+    """vllm#27486: template and tokenizer both add BOS. And a prompt that ends with EOS asks for nothing."""
     ids = ids_of(text, tokenizer(template, add_eos))
     assert ids[0] == BOS and ids[1] != BOS and EOS not in ids
     if template and not text.startswith("<bos>"):
@@ -216,7 +216,7 @@ def test_bos_comes_once_and_eos_not_at_all(template: str | None, add_eos: bool, 
 
 
 def test_the_prompt_asks_for_a_box_by_the_template_or_in_plain_text() -> None:
-    """A2, A23: a tokenizer without a template gets a plain prompt and does not raise."""
+    """Trinity-RFT#566, OpenRLHF#1073: a tokenizer without a template gets a plain prompt and does not raise."""
     plain, chat = tokenizer(), tokenizer(LLAMA_TEMPLATE)
     assert plain.decode(ids_of("1+1?", plain)) == f"<bos>1+1?\n{INSTRUCTION}\n" and "\\boxed{}" in INSTRUCTION
     expected = f"<bos><|start|>user\n1+1?\n{INSTRUCTION}<|end|><|start|>assistant\n"
@@ -231,7 +231,7 @@ def test_without_an_instruction_the_plain_prompt_is_the_problem_and_a_newline(in
 
 
 def test_a_problem_that_the_tokenizer_cannot_write_at_all_is_no_empty_prompt() -> None:
-    """E19: an empty list of ids fails in the engine, far from its cause."""
+    """trl#3180: an empty list of ids fails in the engine, far from its cause."""
     silent = tokenizer("{{ '' }}", letters=False)
     with pytest.raises(ValueError, match="no token of problem 1"):
         ids_of("1+1", silent)
@@ -239,14 +239,14 @@ def test_a_problem_that_the_tokenizer_cannot_write_at_all_is_no_empty_prompt() -
 
 @pytest.mark.parametrize("enable_thinking, end", [(True, "<think>"), (False, "<think></think>")])
 def test_the_template_is_told_whether_to_think(enable_thinking: bool, end: str) -> None:
-    """A23: thinking left on, or off, because the template never heard of the setting."""
+    """OpenRLHF#1073: thinking left on, or off, because the template never heard of the setting."""
     thinker = tokenizer(THINKING_TEMPLATE)
     assert thinker.decode(ids_of("1+1", thinker, enable_thinking=enable_thinking)).endswith(f"assistant\n{end}")
 
 
 @pytest.mark.parametrize("template", [None, LLAMA_TEMPLATE])
 def test_prompts_that_are_too_long_are_dropped_by_their_token_count(template: str | None) -> None:
-    """E19: counted in tokens, BOS and template included; problems keep their order."""
+    """trl#3180: counted in tokens, BOS and template included; problems keep their order."""
     one = tokenizer(template)
     problems = [Problem(str(n), "1" * n, "2") for n in (3, 1, 2)]
     length = len(ids_of("1", one)) + 1
@@ -257,7 +257,7 @@ def test_prompts_that_are_too_long_are_dropped_by_their_token_count(template: st
 
 
 def test_every_end_of_sequence_id_stops_a_response() -> None:
-    """E10: tokenizer, config and generation config each know another one, and base checkpoints a wrong one."""
+    """trl#7039: tokenizer, config and generation config each know another one, and base checkpoints a wrong one."""
     plain = tokenizer()
     assert stop_token_ids(plain, PreTrainedConfig(eos_token_id=7), None) == [EOS, 7]
     config, generation = PreTrainedConfig(eos_token_id=[7, 5]), GenerationConfig(eos_token_id=[9, 5])
@@ -266,7 +266,7 @@ def test_every_end_of_sequence_id_stops_a_response() -> None:
 
 
 def test_the_end_of_a_turn_stops_a_response_too() -> None:
-    """E10: a base checkpoint whose every eos_token_id is the end of text is prompted by a template all the same."""
+    """trl#7039: a base checkpoint whose every eos_token_id is the end of text is prompted by a template all the same."""
     config = PreTrainedConfig(eos_token_id=EOS)
     assert stop_token_ids(tokenizer(LLAMA_TEMPLATE), config, None) == [EOS, END]
     assert stop_token_ids(tokenizer("{% for m in messages %}{{ m['content'] }}\n{% endfor %}"), config, None) == [EOS]

@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
 @pytest.mark.parametrize(
     "text, answer",
     [
-        (r"So \boxed{5}. That is wrong; it is \boxed{7}", "7"),  # A14: 0.9.0 alone would make it {5, 7}
+        (r"So \boxed{5}. That is wrong; it is \boxed{7}", "7"),  # tinker-cookbook#895: 0.9.0 alone would make it {5, 7}
         (r"\boxed {5}", "5"),
         (r"\fbox{42}", "42"),
         (r"\\boxed{5}", "5"),
@@ -87,7 +87,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
         ("Answer: 12\nso \\boxed{13}\nAnswer: 14", "13"),  # a box beats a line
         (r"Answer: \boxed{13", None),
         ("Answer:", None),
-        ("I mention 42 here and there but commit to nothing", None),  # A16
+        ("I mention 42 here and there but commit to nothing", None),  # PrimeIntellect-ai/verifiers#1028
         ("The answer is 42.", None),
         ("", None),
         (r"<think> \boxed{1} </think> The result is \boxed{2}", "2"),
@@ -101,7 +101,7 @@ def test_the_answer_that_a_response_commits_itself_to(text: str, answer: str | N
 
 
 def test_a_box_counts_wherever_it_stands_and_however_long_it_is() -> None:
-    """A13: looking at the last 300 characters only cuts a long set off."""
+    """verl#7440: looking at the last 300 characters only cuts a long set off."""
     content = ", ".join(str(n) for n in range(1000, 1100))
     assert extract_answer(f"So \\boxed{{{content}}}. " + "And more words. " * 100) == content
 
@@ -147,7 +147,7 @@ CASES = [  # gold, response, whether it is right; most from public reports of gr
     ("e^{16} - 1", r"\boxed{-1 + e^{16}}", True),
     (r"\dfrac{9}{7}", r"\boxed{\frac{9}{7}}", True),
     (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \frac{2\pi}{3})}", False),
-    ("x<3", r"\boxed{(-\infty, 3)}", True),  # A8: only with the gold as the first argument
+    ("x<3", r"\boxed{(-\infty, 3)}", True),  # open-r1#557: only with the gold as the first argument
     (r"(1,\frac{9}{2})", r"\boxed{(1,4.5)}", True),
     (r"0.5 + \frac{\pi}{8}", r"\boxed{\pi \div 8 + 1 \div 2}", True),
     ("-2,1", r"\boxed{1,-2}", True),
@@ -162,7 +162,7 @@ CASES = [  # gold, response, whether it is right; most from public reports of gr
     ("70", r"\boxed{70}", True),
     ("5", r"\boxed{}", False),
     ("5", r"\boxed{5", False),
-    # A2, A5: one number in many dresses
+    # Trinity-RFT#566, Skills#1074: one number in many dresses
     ("13", "Answer: 13", True),
     ("13", r"Answer: $\boxed{13}$", True),
     ("70.0", r"\boxed{70}", True),
@@ -176,7 +176,7 @@ CASES = [  # gold, response, whether it is right; most from public reports of gr
     ("10000", r"\boxed{10,\!000}", True),
     ("-3", r"\boxed{3}", False),
     ("0", r"\boxed{-0.00}", True),
-    # A7: a gold of bare LaTeX, right and wrong
+    # huggingface/open-r1#566: a gold of bare LaTeX, right and wrong
     (r"\sqrt{17}", r"\boxed{17^{1/2}}", True),
     (r"\sqrt{17}", r"\boxed{\sqrt{19}}", False),
     (r"\dfrac{9}{7}", r"\boxed{\frac{7}{9}}", False),
@@ -194,7 +194,7 @@ def test_each_answer_gets_what_it_is_worth(grader: Grader) -> None:
 
 
 def test_the_kinds_of_verdict_and_their_rewards(grader: Grader) -> None:
-    """Q5: no gold is no fault of the response, so there is no label. A number as gold is a gold (A5)."""
+    """miles#2800: no gold is no fault of the response, so there is no label. A number as gold is a gold (Skills#1074)."""
     texts, golds = [r"\boxed{5}", r"\boxed{6}", "5", r"\boxed{5}", r"\boxed{5}"], ["5", "5", "5", "", None]
     kinds = ["right", "wrong", "no answer", "bad gold", "bad gold"]
     verdicts = grader.grade(texts, golds)
@@ -205,7 +205,7 @@ def test_the_kinds_of_verdict_and_their_rewards(grader: Grader) -> None:
 
 
 def test_nothing_is_dropped_from_a_batch_and_lengths_must_agree(grader: Grader) -> None:
-    """A19: the denominator of an accuracy is the number of responses."""
+    """verl#78: the denominator of an accuracy is the number of responses."""
     assert len(grader.grade([r"\boxed{5}"] * 5, ["5"] * 5)) == 5 and grader.grade([], []) == []
     with pytest.raises(ValueError):
         grader.grade([r"\boxed{5}"] * 2, ["5"])
@@ -238,7 +238,7 @@ def test_a_thousand_integers_start_no_worker() -> None:
 
 
 def test_a_hostile_answer_costs_its_own_bound_and_nothing_else() -> None:
-    """A10: math-verify's own time-out does not stop it. Neighbours are graded, before it and after it."""
+    """Math-Verify#65: math-verify's own time-out does not stop it. Neighbours are graded, before it and after it."""
     texts = [r"\boxed{\frac12}", f"\\boxed{{{TOWER}}}", r"\boxed{0.5}", f"\\boxed{{{TOWER}}}", r"\boxed{\frac13}"]
     with Grader(workers=1, timeout=2.0) as single:
         single.grade([r"\boxed{0.5}"], ["1/2"])
@@ -248,7 +248,7 @@ def test_a_hostile_answer_costs_its_own_bound_and_nothing_else() -> None:
 
 
 def test_grading_from_threads(grader: Grader) -> None:
-    """A9: math-verify works in the main thread only, and raises elsewhere."""
+    """Math-Verify#22: math-verify works in the main thread only, and raises elsewhere."""
 
     def graded(n: int) -> float | None:
         return grader.grade([f"\\boxed{{\\frac{{{n}}}{{7}}}}"], [f"{2 * n}/14"])[0].reward
@@ -279,7 +279,7 @@ def test_workers_have_a_memory_bound_and_the_parent_has_none_from_them() -> None
 
 
 def test_workers_that_cannot_work_are_an_error_and_no_reward() -> None:
-    """Q5: here there is too little memory to load math-verify; a machine without it is the same."""
+    """miles#2800: here there is too little memory to load math-verify; a machine without it is the same."""
     with Grader(memory_mb=60) as broken, pytest.raises(RuntimeError, match="workers keep dying"):
         broken.grade([r"\boxed{0.5}"], ["1/2"])
 

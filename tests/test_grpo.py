@@ -94,7 +94,7 @@ def dense_logprobs(model: PreTrainedModel, sequence: Sequence, temperature: floa
 
 
 def test_advantages_of_ragged_groups_by_hand() -> None:
-    """G1, G6, G7: groups of 3, 1, 0 and 5, not sorted; a group of one and one of equal rewards give exactly 0."""
+    """ruc-datalab/DeepAnalyze#116, XU-YIJIE/grpo-flat#2, mll-lab-nu/RAGEN#146: groups of 3, 1, 0 and 5, not sorted; a group of one and one of equal rewards give exactly 0."""
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
     groups = torch.tensor([0, 3, 0, 1, 3, 3, 3, 0, 3])
     mean, std = 0.4, math.sqrt((2 * 0.6**2 + 3 * 0.4**2) / 4)
@@ -111,21 +111,21 @@ def test_advantages_of_ragged_groups_by_hand() -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7])
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:
-    """G1: a lone survivor must not turn into NaN, nor a rounding error in the mean of float64 0.1s into a signal."""
+    """ruc-datalab/DeepAnalyze#116: a lone survivor must not turn into NaN, nor a rounding error in the mean of float64 0.1s into a signal."""
     for dtype in (torch.float32, torch.float64):
         advantages = group_advantages(torch.full((count,), reward, dtype=dtype), torch.zeros(count, dtype=torch.int64))
         assert torch.equal(advantages, torch.zeros(count))
 
 
 def test_the_same_prompt_twice_is_two_groups() -> None:
-    """G6: [1, 1, 0] and [0, 0, 0] of one prompt text, drawn twice in a batch, share no mean."""
+    """XU-YIJIE/grpo-flat#2: [1, 1, 0] and [0, 0, 0] of one prompt text, drawn twice in a batch, share no mean."""
     advantages = group_advantages(torch.tensor([1.0, 1, 0, 0, 0, 0]), torch.tensor([4, 4, 4, 9, 9, 9]))
     torch.testing.assert_close(advantages, torch.tensor([0.57735, 0.57735, -1.1547, 0, 0, 0]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("placeholder", [0.0, 1.0, math.nan])
 def test_pruned_rows_have_no_part_in_the_baseline(placeholder: float) -> None:
-    """G3: survivors [1, 0, 0] of a group of four, whatever stands in the pruned row's place."""
+    """verl#6452: survivors [1, 0, 0] of a group of four, whatever stands in the pruned row's place."""
     rewards, kept = torch.tensor([1.0, 0.0, placeholder, 0.0]), torch.tensor([True, True, False, True])
     advantages = group_advantages(rewards[kept], torch.zeros(4, dtype=torch.int64)[kept])
     torch.testing.assert_close(advantages, torch.tensor([1.1547, -0.57735, -0.57735]), atol=1e-5, rtol=0)
@@ -138,7 +138,7 @@ def test_no_survivors_give_no_advantages() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(-2, 4), st.sampled_from([0.0, 0.25, 1.0])), min_size=1, max_size=20))
 def test_advantages_equal_a_loop_over_groups(rows: list[tuple[int, float]]) -> None:
-    """G7: no group size is special."""
+    """mll-lab-nu/RAGEN#146: no group size is special."""
     groups, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
     expected = torch.zeros(len(rows))
     for group in groups.unique():
@@ -162,7 +162,7 @@ def test_overlong_penalty_is_dapos() -> None:
 
 @pytest.mark.parametrize(("rows", "batches"), [(0, 0), (1, 1), (7, 2), (13, 4)])
 def test_any_number_of_survivors_is_split_whole(rows: int, batches: int) -> None:
-    """G28: nothing is trimmed to a multiple of anything; four rows fit here."""
+    """EasyR1#44: nothing is trimmed to a multiple of anything; four rows fit here."""
     parts = micro_batches([10] * rows, 40)
     assert len(parts) == batches and sorted(sum(parts, [])) == list(range(rows))
 
@@ -176,7 +176,7 @@ def test_micro_batches_keep_to_the_budget(lengths: list[int], budget: int) -> No
 
 
 def test_lengths_not_ids_say_what_is_padding() -> None:
-    """G12: responses [5, 6, 0] and [0], the pad id being 0: 3 tokens and 1 token count."""
+    """trl#6357: responses [5, 6, 0] and [0], the pad id being 0: 3 tokens and 1 token count."""
     sequences = [Sequence([3], [5, 6, 0], 1.0, [0.0] * 3), Sequence([3, 0], [0], 1.0, [0.0])]
     input_ids, prompt_lengths, lengths = pad(sequences)
     assert input_ids.tolist() == [[3, 5, 6, 0], [3, 0, 0, 0]]
@@ -198,7 +198,7 @@ def test_malformed_sequences_are_refused(prompt: list[int], response: list[int],
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_chunked_equals_dense(kind: str, tied: bool) -> None:
-    """G26, G15: chunks of 1, 7 and all tokens give the dense log-probs, entropies and gradients, at temperature 0.7."""
+    """trl#2709, trl#3029: chunks of 1, 7 and all tokens give the dense log-probs, entropies and gradients, at temperature 0.7."""
     sequences, dense = make_sequences(5), make_model(kind, tied)
     pairs = [dense_logprobs(dense, s, 0.7) for s in sequences]
     logprobs, entropies = (torch.cat(values) for values in zip(*pairs))
@@ -229,7 +229,7 @@ class LargestFloat(TorchDispatchMode):
 
 
 def test_logits_never_exist_as_a_whole() -> None:
-    """G26: forward and backward make nothing larger than a chunk of logits or the embedding itself, and what forward
+    """trl#2709: forward and backward make nothing larger than a chunk of logits or the embedding itself, and what forward
     keeps for backward is less than the response tokens' logits."""
     vocab, chunk, hidden = 5000, 7, 16
     sequences = make_sequences(6, vocab=vocab)
@@ -270,7 +270,7 @@ def test_no_attention_mask_is_built(kind: str) -> None:
 
 
 def test_neighbours_and_padding_do_not_matter() -> None:
-    """G13: a row of 5 alone and beside one of 12; and other ids in the padding."""
+    """trl#2708: a row of 5 alone and beside one of 12; and other ids in the padding."""
     policy = Policy(make_model(), 1.0)
     short, long = Sequence([1, 2], [3, 4, 5], 1.0, [0.0] * 3), Sequence([6] * 4, list(range(7, 15)), 1.0, [0.0] * 8)
     alone, _ = policy(*pad([short]))
@@ -283,7 +283,7 @@ def test_neighbours_and_padding_do_not_matter() -> None:
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, -0.5514), (0.5, -0.2395)])
 def test_temperature_divides_the_logits(temperature: float, expected: float) -> None:
-    """G15: logits [1, 0, 0]; dividing log-probs instead would give -1.1 at temperature 0.5."""
+    """trl#3029: logits [1, 0, 0]; dividing log-probs instead would give -1.1 at temperature 0.5."""
     model = make_model("llama", tied=False, vocab_size=3)
     with torch.no_grad():
         state = model.model(torch.tensor([[1]])).last_hidden_state[0, 0]
@@ -294,7 +294,7 @@ def test_temperature_divides_the_logits(temperature: float, expected: float) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_training_at_temperature_zero_is_refused(temperature: float) -> None:
-    """G16: a division by zero must not become an infinite log-prob."""
+    """miles#2686: a division by zero must not become an infinite log-prob."""
     with pytest.raises(ValueError, match="temperature above 0"):
         Policy(make_model(), temperature)
 
@@ -303,7 +303,7 @@ def test_training_at_temperature_zero_is_refused(temperature: float) -> None:
 
 
 def test_clip_branches() -> None:
-    """G20, by hand, with clip 0.2 / 0.28: the min is pessimistic, and the masks say where the gradient is cut off."""
+    """minimind#775, by hand, with clip 0.2 / 0.28: the min is pessimistic, and the masks say where the gradient is cut off."""
     ratio = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.25, 0.85])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, -2.0])
     logprobs = ratio.log().requires_grad_()
@@ -316,7 +316,7 @@ def test_clip_branches() -> None:
 
 
 def test_k3_by_hand_and_bounded() -> None:
-    """G17: exp(d) - d - 1; far apart, value and gradient stay finite; and so does the ratio of the surrogate."""
+    """exp(d) - d - 1; far apart, value and gradient stay finite; and so does the ratio of the surrogate."""
     difference = torch.tensor([0.1, 0.0, 20.0, 100.0, -100.0, 1e4, -1e4])
     logprobs = torch.zeros(7, requires_grad=True)
     kl = k3(logprobs, difference)
@@ -360,7 +360,7 @@ CONFIGS = [LossConfig("grpo"), LossConfig("dapo", clip_high=0.28), LossConfig("g
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["grpo", "dapo", "grpo-kl-tis"])
 def test_loss_and_gradients_do_not_depend_on_the_split(config: LossConfig) -> None:
-    """G8: every token budget and row order gives the loss and gradients of the whole batch, written out plainly."""
+    """trl#3021: every token budget and row order gives the loss and gradients of the whole batch, written out plainly."""
     sequences, dense, other = make_sequences(9), make_model(), make_model(seed=1)
     expected = dense_loss(dense, other, sequences, config)
     expected.backward()
@@ -378,7 +378,7 @@ def test_loss_and_gradients_do_not_depend_on_the_split(config: LossConfig) -> No
 @pytest.mark.parametrize(("algo", "expected"), [("dapo", 0.1), ("grpo", 0.5)])
 @pytest.mark.parametrize("budget", [1, 1000])
 def test_one_token_against_nine(algo: str, expected: float, budget: int) -> None:
-    """G8: a token of loss 1 in one micro-batch and nine of loss 0 in the other: 0.1 over tokens, 0.5 over responses."""
+    """trl#3021: a token of loss 1 in one micro-batch and nine of loss 0 in the other: 0.1 over tokens, 0.5 over responses."""
     sequences = [Sequence([1], [2], -1.0, [0.0]), Sequence([1], [3] * 9, 0.0, [0.0] * 9)]
     learner = make_learner(Policy(make_model(), 1.0), LossConfig(algo), token_budget=budget)
     assert learner.update(sequences, NO_LIMIT)["loss"] == pytest.approx(expected, abs=1e-7)
@@ -392,7 +392,7 @@ def test_one_step_needs_no_separate_pass() -> None:
 
 
 def test_old_logprobs_are_frozen_for_all_steps_of_a_batch() -> None:
-    """G20: in the second step the ratio has moved, and tokens are clipped; the gap is still that of the policy that
+    """minimind#775: in the second step the ratio has moved, and tokens are clipped; the gap is still that of the policy that
     sampled."""
     sequences = make_sequences(8)
     learner = make_learner(Policy(make_model(), 1.0), minibatches=2, lr=0.05)
@@ -410,7 +410,7 @@ def test_old_logprobs_are_frozen_for_all_steps_of_a_batch() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 7, 13])
 def test_any_number_of_survivors_in_four_steps(rows: int) -> None:
-    """G28: fewer rows than steps, or a number that four does not divide: each row is learnt from once."""
+    """EasyR1#44: fewer rows than steps, or a number that four does not divide: each row is learnt from once."""
     sequences = make_sequences(rows)
     learner = make_learner(Policy(make_model(), 1.0), minibatches=4)
     plan, _ = learner._plan(sequences)
@@ -425,7 +425,7 @@ def test_any_number_of_survivors_in_four_steps(rows: int) -> None:
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("empty", [False, True])
 def test_dead_groups_move_nothing(minibatches: int, empty: bool) -> None:
-    """G11, G27: after a real step momentum is there; a batch without any signal, or without any row, then leaves
+    """trl#3248, rasbt/reasoning-from-scratch#186: after a real step momentum is there; a batch without any signal, or without any row, then leaves
     weights and optimizer bitwise as they are, and training goes on."""
     learner = make_learner(Policy(make_model(), 1.0), minibatches=minibatches)
     learner.update(make_sequences(6), NO_LIMIT)
@@ -444,7 +444,7 @@ def test_dead_groups_move_nothing(minibatches: int, empty: bool) -> None:
 
 
 def test_dead_groups_still_feel_the_kl() -> None:
-    """G27: with beta > 0 a batch without reward signal has a gradient all the same."""
+    """rasbt/reasoning-from-scratch#186: with beta > 0 a batch without reward signal has a gradient all the same."""
     reference = Policy(make_model(seed=1), 1.0)
     learner = make_learner(Policy(make_model(), 1.0), LossConfig(beta=0.1), reference=reference)
     before, frozen = weights(learner), [p.clone() for p in reference.parameters()]
@@ -489,7 +489,7 @@ def test_samples_of_other_weights_stop_the_run(minibatches: int) -> None:
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
 def test_a_logprob_that_is_no_number_is_a_gap(broken: float) -> None:
-    """E27: NaN compares false with every limit, and must not slip under one; dead groups are checked as well."""
+    """trl#3867: NaN compares false with every limit, and must not slip under one; dead groups are checked as well."""
     learner = make_learner(Policy(make_model(), 1.0))
     for advantage in (1.0, 0.0):
         with pytest.raises(SamplerGapError):
@@ -497,7 +497,7 @@ def test_a_logprob_that_is_no_number_is_a_gap(broken: float) -> None:
 
 
 def test_bfloat16_weights_are_refused_and_float32_ones_move() -> None:
-    """G18: at lr 1e-6, 100 steps of gradient 1 move a weight of 0.02 by 1e-4; in bfloat16 each step would be lost."""
+    """AReaL#1292: at lr 1e-6, 100 steps of gradient 1 move a weight of 0.02 by 1e-4; in bfloat16 each step would be lost."""
     with pytest.raises(ValueError, match="float32"):
         make_learner(Policy(make_model().bfloat16(), 1.0))
     learner = make_learner(Policy(make_model(), 1.0), lr=1e-6, weight_decay=0.0, warmup_steps=0)
@@ -540,7 +540,7 @@ def test_kl_needs_a_reference() -> None:
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_resumed_learner_takes_the_same_steps(steps: int, tied: bool, tmp_path: Path) -> None:
-    """G23, G24: bitwise, also from before the first step; and the file loads with weights_only."""
+    """EasyR1#57, transformers#40500: bitwise, also from before the first step; and the file loads with weights_only."""
     straight = make_learner(Policy(make_model(tied=tied), 1.0), warmup_steps=5)
     assert same(weights(straight), list(make_model(tied=tied).parameters()))
     for step in range(steps):
@@ -628,7 +628,7 @@ def test_a_pass_without_gradient_leaves_no_stale_copy(one_rank: None) -> None:
 
 
 def test_sharded_checkpoint_resumes_bitwise(one_rank: None, tmp_path: Path) -> None:
-    """G23: through torch.distributed.checkpoint."""
+    """EasyR1#57: through torch.distributed.checkpoint."""
     straight = make_learner(shard(Policy(make_model(), 1.0), CPU))
     straight.update(make_sequences(5), NO_LIMIT)
     dcp.save({"learner": straight}, checkpoint_id=tmp_path / "saved")
@@ -672,7 +672,7 @@ def two_ranks(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    """G21: shares of 5 and 1, and of 3 and 0 rows: nobody hangs, gradients and metrics are those of one process, and a
+    """verl#6176: shares of 5 and 1, and of 3 and 0 rows: nobody hangs, gradients and metrics are those of one process, and a
     gap that one rank sees stops both."""
     context = mp.get_context("spawn")
     ranks = [context.Process(target=two_ranks, args=(rank, str(tmp_path))) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""The head, its training and its metrics; faults that other reward heads had (Q1, Q2, Q5, Q6, G23, G24)."""
+"""The head, its training and its metrics; faults that other reward heads had."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parameters(head: nn.Module) -> Tensor:
 
 
 def test_any_float_in_fp32_out() -> None:
-    """Q1: 16-bit states, with and without autocast, give the fp32 logits."""
+    """shibing624/MedicalGPT#456: 16-bit states, with and without autocast, give the fp32 logits."""
     head, states = QualityHead(64), torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     exact = head(states)
     assert exact.shape == (3,) and exact.dtype == torch.float32
@@ -47,7 +47,7 @@ def test_any_float_in_fp32_out() -> None:
 
 
 def test_no_gradient_reaches_the_policy() -> None:
-    """Q2: the policy's gradients are bitwise the same with and without the head's loss."""
+    """trl#299: the policy's gradients are bitwise the same with and without the head's loss."""
     grads = []
     for with_head in (False, True):
         policy = nn.Linear(8, 8, bias=False)
@@ -68,7 +68,7 @@ def test_no_gradient_reaches_the_policy() -> None:
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
-    """E12: an engine that reseeds the process changes nothing, and the head leaves the global generator alone."""
+    """vllm#8519: an engine that reseeds the process changes nothing, and the head leaves the global generator alone."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = parameters(QualityHead(8, seed=5))
@@ -81,7 +81,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_recovers_from_one_class() -> None:
-    """Q6: 50 rounds of right answers only, then balanced ones: logits stay bounded and the head learns."""
+    """MedicalGPT#263: 50 rounds of right answers only, then balanced ones: logits stay bounded and the head learns."""
     trainer = HeadTrainer(QualityHead(16), passes=1, batch_size=64, capacity=256)
     test_states, test_labels = toy(500, seed=1)
     for step in range(50):
@@ -123,7 +123,7 @@ def test_buffer_keeps_the_newest(sizes: list[int]) -> None:
 
 
 def test_buffer_refuses_what_is_not_a_sample() -> None:
-    """Non-finite states are left out (one would turn every weight to NaN); labels are verdicts (Q5)."""
+    """Non-finite states are left out (one would turn every weight to NaN); labels are verdicts (miles#2800)."""
     trainer = HeadTrainer(QualityHead(4), capacity=8)
     states, labels = toy(4, seed=4, size=4)
     states[1, 2], states[3, 0] = math.nan, math.inf
@@ -136,7 +136,7 @@ def test_buffer_refuses_what_is_not_a_sample() -> None:
 
 @pytest.mark.parametrize("capacity", [64, 300])
 def test_resume_is_exact(capacity: int) -> None:
-    """G23, G24: six rounds straight equal three, a file read with weights_only, and three; ring full or not."""
+    """EasyR1#57, transformers#40500: six rounds straight equal three, a file read with weights_only, and three; ring full or not."""
 
     def rounds(trainer: HeadTrainer, steps: range) -> None:
         for step in steps:
@@ -214,7 +214,7 @@ def test_easy_prompts_are_not_good_rollouts() -> None:
 
 
 def test_metrics_of_odd_input() -> None:
-    """Q6: one class, nothing at all, a NaN score: no exception; and logits are not taken for scores."""
+    """MedicalGPT#263: one class, nothing at all, a NaN score: no exception; and logits are not taken for scores."""
     one = head_metrics(torch.tensor([0.2, 0.9]), torch.ones(2), torch.zeros(2, dtype=torch.int64))
     assert math.isnan(one["auc"]) and math.isnan(one["spearman"]) and one["base_rate"] == 1 and one["accuracy"] == 0.5
     empty = head_metrics(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64))
