@@ -1,11 +1,12 @@
 """Seconds per phase of a GRPO step and an ARRoL step, in turn on the same prompts and weights, in one process (Table 5).
 
-    python bench/speed.py                          the embedded model, 2 CPU cores, about 5 minutes
+    python bench/speed.py                          the embedded model, 2 CPU cores, about 6 minutes
     python bench/speed.py --model Qwen/Qwen3-1.7B-Base --pairs 5
 
 L_detect is a quarter of the mean response length, which the first step measures. The learning rate is 0, so that both kinds of step
-do all the work and the weights stay the same. On the embedded model a step has 96 x 16 rollouts, all in flight at once: with fewer, what
-a step of vLLM costs on a CPU at any batch size hides the savings. Any flag of arrol.py goes too.
+do all the work and the weights stay the same. On the embedded model a step has 96 x 16 rollouts on 768 slots, so
+that rollouts that wait take the place of pruned ones: with fewer, what a step of vLLM costs on a CPU at any batch size hides the savings.
+Any flag of arrol.py goes too.
 """
 
 from __future__ import annotations
@@ -99,14 +100,14 @@ def table(plain: list[dict], pruned: list[dict], prompt_tokens: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=6, help="steps of each kind")
+    parser.add_argument("--pairs", type=int, default=5, help="steps of each kind")
     own, rest = parser.parse_known_args()
     if own.pairs < 2:
         parser.error("--pairs must be at least 2, for a spread")
     wide = (
         []
         if "--model" in rest
-        else ["--prompts", "96", "--max-num-seqs", "1536", "--kv-cache-gb", "1", "--cold-start", "2"]
+        else ["--prompts", "96", "--max-num-seqs", "768", "--kv-cache-gb", "1", "--cold-start", "2"]
     )
     args = dataclasses.replace(parse([*wide, *rest, "--prune", "arrol"]), lr=0.0, weight_decay=0.0, eval_problems=0)
     plain, pruned = measure(args, own.pairs)
