@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from data import INSTRUCTION
+
 TINY = Path(__file__).resolve().parent / "tiny"
 
 
@@ -35,7 +37,7 @@ class Args:
         "hub id, a .jsonl/.json/.parquet file, 'sums' or 'sums:2-3:20' (terms:largest)",
     )
     instruction: str = flag(
-        "Please reason step by step, and put your final answer within \\boxed{}.",
+        INSTRUCTION,
         "appended to every problem; '' for none",
     )
     thinking: bool = flag(False, "turn on the thinking mode of chat templates that have one")

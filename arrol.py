@@ -116,11 +116,7 @@ class Trainer:
         )
         self.pruner = Pruner(args, model.config.hidden_size, device) if args.prune != "none" else None
         self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature)
-        self.step_number, self.taken, self.seconds = (
-            0,
-            0,
-            0.0,
-        )  # steps done, prompts taken from the data, seconds of training
+        self.step_number, self.taken, self.seconds = 0, 0, 0.0  # steps done, prompts taken, seconds of training
         self._epoch, self._order = -1, []
 
     def _policy(self, frozen: bool) -> tuple[torch.nn.Module, Policy]:
@@ -142,10 +138,8 @@ class Trainer:
             epoch, position = divmod(number, len(self.prompts))
             if epoch != self._epoch:
                 everything = range(len(self.prompts))
-                self._epoch, self._order = (
-                    epoch,
-                    random.Random(f"{self.args.seed}-{epoch}").sample(everything, len(everything)),
-                )
+                self._order = random.Random(f"{self.args.seed}-{epoch}").sample(everything, len(everything))
+                self._epoch = epoch
             taken[number] = self.prompts[self._order[position]]
         self.taken += count
         return taken
@@ -201,10 +195,7 @@ class Trainer:
                     self.sampling,
                     pruner=self.pruner,
                     seed=self._seed(attempt),
-                    must_score=attempt == 0
-                    and self.pruner is not None
-                    and args.keep_ratio < 1
-                    and self.step_number > args.cold_start,
+                    must_score=attempt == 0 and self.pruner is not None and self.pruner.due,
                     last_states=args.head_states == "both",
                     progress=True,
                 )

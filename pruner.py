@@ -30,11 +30,12 @@ class Pruner:
         )
         self.calibrator = Calibrator(args.bins, args.alpha, args.window)
         self.generator = torch.Generator().manual_seed(args.seed)  # never the global one: the engine reseeds that
-        self.active = False
+        self.due = self.active = False  # whether pruning should be on; whether it can be: something was scored and labelled
 
     def begin(self, step: int) -> None:
         """Start a generation of training step `step` (from 1). Nothing is pruned in the cold start or at κ = 1."""
-        self.active = self.args.keep_ratio < 1 and step > self.args.cold_start and self.calibrator.ready
+        self.due = self.args.keep_ratio < 1 and step > self.args.cold_start
+        self.active = self.due and self.calibrator.ready
         self.draw = SystematicDraw(self.generator)
         self.alive: dict[int, int] = defaultdict(lambda: self.args.group_size)
         self.posteriors, self.groups = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
