@@ -8,6 +8,8 @@ The engine lives in this process, so that one forward pass yields the next token
    `prompt_len + L_detect - 2` of the sequence. Those that the pruner drops are aborted before the next step.
 3. New weights are loaded in place. The prefix cache is emptied after every sync: it hashes tokens, not weights (vllm#9744).
 
+4. Token confidence is taken from the same step's logits, if asked for, and low confidence may stop a rollout (`confidence.py`).
+
 This is the only file that imports vLLM.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +39,8 @@ import torch._dynamo
 from torch import Tensor
 from tqdm import tqdm
 
+from confidence import Confidence, ConfidenceRecorder
+
 
 @dataclass
 class Rollout:
@@ -54,6 +59,7 @@ class Rollout:
     score: float | None = None  # s' in [0, 1], if it was scored
     posterior: float | None = None  # q
     survival: float | None = None  # p
+    confidences: np.ndarray | None = None  # (tokens,) fp64: H_t of each token, if asked for
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Engine:
             if self.on_gpu
             else dict(enforce_eager=True, kv_cache_memory_bytes=int(kv_cache_gb * 2**30))
         )
-        self.detect_length, self.max_model_len = detect_length, max_model_len
+        self.detect_length, self.max_model_len, self.max_num_seqs = detect_length, max_model_len, max_num_seqs
         self.llm = vllm.LLM(
             model,
             dtype=str(dtype).removeprefix("torch."),
@@ -157,7 +163,8 @@ class Engine:
             )
         self._compute_logits = self.runner.model.compute_logits
         self.runner.model.compute_logits = self._hook
-        self._recording = False
+        self._recording, self._last_states = False, False
+        self._recorder: ConfidenceRecorder | None = None
         self._rows: tuple[list[str], np.ndarray, Tensor] | None = None
         self._internal: dict[str, str] = {}  # the id that outputs carry -> the one that the model runner uses
         self._aborted: set[str] = set()
@@ -166,6 +173,7 @@ class Engine:
 
     def _hook(self, hidden: Tensor) -> Tensor:
         """Note which rows are sampled in this step; vLLM may reorder its batch before `step` returns, so copy the order."""
+        logits = self._compute_logits(hidden)
         if self._recording:
             start, batch = time.perf_counter(), self.runner.input_batch
             count = batch.num_reqs
@@ -183,8 +191,10 @@ class Engine:
             # A row that is still in (re)prefill is computed, but its token is thrown away: it delivers nothing.
             delivered = np.where(self.runner.discard_request_mask.np[:count], 0, length)
             self._rows = (list(ids), delivered, hidden)
+            if self._recorder is not None:
+                self._recorder.record(ids, delivered, logits)
             self.hook_seconds += time.perf_counter() - start
-        return self._compute_logits(hidden)
+        return logits
 
     def generate(
         self,
@@ -193,25 +203,37 @@ class Engine:
         sampling: Sampling,
         *,
         seed: int,
+        rollout_seeds: bool = False,
+        first_sample: int = 0,
         pruner: Pruner | None = None,
         must_score: bool = False,
         last_states: bool = False,
+        confidence: Confidence | None = None,
         progress: bool = False,
     ) -> list[Rollout]:
-        """`samples` rollouts of each prompt, in order of prompts; those that were pruned are among them, cut at L_detect.
+        """`samples` rollouts of each prompt, in order of prompts; those that were pruned are among them, cut where they were.
 
-        prompts: group -> token ids. seed: fixes the samples, on one machine. Without a pruner nothing is captured or scored;
-        with `last_states`, the state that produced a rollout's last token is kept too.
+        prompts: group -> token ids. seed: fixes the samples, on one machine. rollout_seeds: each has a generator of its own, made
+        from seed, group and its number (from `first_sample`), so that it does not depend on what is sampled beside it, up to the
+        rounding of another batch size; a tenth slower on a CPU. Without a pruner nothing is scored; with `last_states` the state
+        that produced a rollout's last token is kept too; with `confidence`, H_t of every token.
         Raises NothingScored if `must_score` and no rollout reached L_detect, ValueError for a prompt that leaves no room.
         """
         torch.manual_seed(seed)  # vLLM samples from the global generator
         self.hook_seconds, start = 0.0, time.perf_counter()
         rollouts, live = [], {}
-        self._recording, self._last_states = pruner is not None, last_states
+        self._recording = pruner is not None or last_states or confidence is not None
+        self._last_states = last_states
+        if confidence is not None:
+            lines = min(len(prompts) * samples, self.max_num_seqs)
+            self._recorder = ConfidenceRecorder(confidence, min(sampling.max_tokens, self.max_model_len), lines)
         try:
             for group, prompt in prompts.items():
                 params = self._params(prompt, sampling)
-                for _ in range(samples):
+                for sample in range(first_sample, first_sample + samples):
+                    if rollout_seeds:
+                        params = params.clone()
+                        params.seed = random.Random(f"{seed}-{group}-{sample}").getrandbits(62)
                     rollouts.append(Rollout(group))
                     live[self._add(prompt, params)] = rollouts[-1]
             with tqdm(
@@ -224,7 +246,7 @@ class Engine:
                         self._score(finished, live, pruner)
                     bar.update(len(rollouts) - len(live) - bar.n)
         finally:
-            self._recording, self._rows = False, None
+            self._recording, self._rows, self._recorder = False, None, None
             self._abort(list(live))
         self.step_seconds = time.perf_counter() - start
         if pruner is not None:
@@ -280,22 +302,27 @@ class Engine:
             if completion.logprobs.token_ids != rollout.token_ids:  # one entry a position, that of the sampled id
                 raise RuntimeError("vLLM returned the log-probs of other tokens than the sampled ones")
             rollout.logprobs = list(completion.logprobs.logprobs)
+            if self._recorder is not None:
+                rollout.confidences = self._recorder.pop(internal, len(rollout.token_ids))
         return finished
 
-    def _score(self, finished: dict[str, Rollout], live: dict[str, Rollout], pruner: Pruner) -> None:
+    def _score(self, finished: dict[str, Rollout], live: dict[str, Rollout], pruner: Pruner | None) -> None:
         """Keep the states that the head needs, let the pruner decide on what just reached L_detect, and drop what it drops."""
         start = time.perf_counter()
         ids, delivered, hidden = self._rows
         ended = (
             [row for row, internal in enumerate(ids) if internal in finished] if finished and self._last_states else []
         )
-        reached = [row for row in np.flatnonzero(delivered == self.detect_length).tolist() if ids[row] in live]
+        at_detect = np.flatnonzero(delivered == self.detect_length).tolist() if pruner is not None else []
+        reached = [row for row in at_detect if ids[row] in live]
         if ended or reached:
             states = hidden[torch.tensor(ended + reached, device=hidden.device)].float().cpu()
             for row, state in zip(ended, states):
                 finished[ids[row]].last_state = state
             if reached:
                 self._decide([ids[row] for row in reached], states[len(ended) :], live, pruner)
+        if self._recorder is not None and self._recorder.floors:
+            self._drop(self._recorder.below_floor({i: live[i].group for i in ids if i in live}), live)
         self.hook_seconds += time.perf_counter() - start
 
     def _decide(self, reached: list[str], states: Tensor, live: dict[str, Rollout], pruner: Pruner) -> None:
@@ -307,14 +334,18 @@ class Engine:
             rollout.detect_state = state
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
             if not decision.keep:
-                rollout.finish = "pruned"
-                rollout.token_ids = list(
-                    self.runner.requests[internal].output_token_ids
-                )  # an aborted request returns nothing
                 dropped.append(internal)
-        for internal in dropped:
-            del live[internal]
-        self._abort(dropped)
+        self._drop(dropped, live)
+
+    def _drop(self, internals: list[str], live: dict[str, Rollout]) -> None:
+        """Prune rollouts in flight; what they have so far is read from the runner: an aborted request returns nothing."""
+        for internal in internals:
+            rollout = live.pop(internal)
+            rollout.finish = "pruned"
+            rollout.token_ids = list(self.runner.requests[internal].output_token_ids)
+            if self._recorder is not None:
+                rollout.confidences = self._recorder.pop(internal, len(rollout.token_ids))
+        self._abort(internals)
 
     def _abort(self, internals: list[str]) -> None:
         if internals:

@@ -3,17 +3,21 @@ else, and after a sync the engine samples from the trainer's weights. Codes such
 
 from __future__ import annotations
 
+import doctest
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+import confidence
 import data
 from args import TINY
+from confidence import Confidence, ConfidenceRecorder, token_confidence
 from conftest import DETECT
 from engine import Decision, Engine, NothingScored, Rollout, Sampling
 
@@ -99,6 +103,10 @@ def gap(model: PreTrainedModel, rollouts: list[Rollout], temperature: float = 1.
     return largest
 
 
+def tokens(rollouts: list[Rollout]) -> list[list[int]]:
+    return [rollout.token_ids for rollout in rollouts]
+
+
 def test_captured_states_are_those_of_transformers(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
     rollouts = engine.generate(PROMPTS, 4, SAMPLING, seed=1, pruner=Keep(), last_states=True)
     beyond = [r for r in rollouts if len(r.token_ids) > DETECT]
@@ -115,6 +123,83 @@ def test_captured_states_are_those_of_transformers(engine: Engine, model: tuple[
                 rollout.logprobs[DETECT - 1], abs=1e-4
             )
     assert gap(model[1], rollouts) < 1e-4
+
+
+def test_confidence_is_that_of_transformers_logits(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
+    """H_t = -sum_j log P_t(j) over the whole vocabulary, at temperature 1 whatever the sampling's, for pruned rollouts too."""
+    pruner = Keep(lambda number: number % 3 > 0)
+    hot = Sampling(90, (EOS,), temperature=0.7)
+    rollouts = engine.generate(PROMPTS, 4, hot, seed=1, pruner=pruner, confidence=Confidence())
+    assert {r.finish for r in rollouts} >= {"stop", "pruned"}
+    for rollout in rollouts:
+        start = len(PROMPTS[rollout.group])
+        expected = -forward(model[1], rollout)[1][start - 1 : -1].double().log_softmax(-1).sum(-1)
+        assert rollout.confidences.shape == (len(rollout.token_ids),)
+        torch.testing.assert_close(torch.from_numpy(rollout.confidences), expected, atol=2e-3, rtol=1e-5)
+    assert all(r.confidences is None for r in engine.generate(PROMPTS, 1, GREEDY, seed=1))
+
+
+def test_confidence_does_not_change_what_is_sampled(engine: Engine) -> None:
+    assert tokens(engine.generate(PROMPTS, 4, SAMPLING, seed=1)) == tokens(
+        engine.generate(PROMPTS, 4, SAMPLING, seed=1, confidence=Confidence(), last_states=True)
+    )
+
+
+def test_a_rollout_stops_where_its_window_falls_below_the_floor(engine: Engine) -> None:
+    """DeepConf's online mode: at the first full window below its group's floor, and there only; other groups go on."""
+    window, watched = 4, list(PROMPTS)[:6]
+    plan = dict(seed=1, rollout_seeds=True)
+    whole = engine.generate(PROMPTS, 8, SAMPLING, confidence=Confidence(window), **plan)
+    floor = float(
+        np.median(
+            [
+                np.convolve(r.confidences, np.ones(window) / window, "valid").min()
+                for r in whole
+                if len(r.token_ids) >= window
+            ]
+        )
+    )
+    cut = engine.generate(PROMPTS, 8, SAMPLING, confidence=Confidence(window, dict.fromkeys(watched, floor)), **plan)
+    stopped = 0
+    for full, short in zip(whole, cut, strict=True):
+        means = [
+            full.confidences[end - window : end].mean() for end in range(window, len(full.token_ids))
+        ]  # the last token ends it anyway
+        low = [end for end, mean in enumerate(means, window) if mean < floor]
+        end = low[0] if low and full.group in watched else len(full.token_ids)
+        assert short.token_ids == full.token_ids[:end]
+        assert short.finish == ("pruned" if end < len(full.token_ids) else full.finish)
+        assert len(short.confidences) == end
+        stopped += short.finish == "pruned"
+    assert 5 < stopped < len(whole) / 2
+
+
+def test_the_recorder_grows_and_uses_its_lines_again() -> None:
+    recorder, logits = (
+        ConfidenceRecorder(Confidence(), 3, 1),
+        torch.randn(3, 11, generator=torch.Generator().manual_seed(0)),
+    )
+    h = token_confidence(logits).double().numpy()
+    recorder.record(["a", "b", "c"], np.array([1, 0, 1]), logits)
+    recorder.record(["a", "b"], np.array([2, 1]), logits[:2])
+    np.testing.assert_allclose(recorder.pop("a", 2), [h[0], h[0]])
+    recorder.record(["d", "c"], np.array([1, 2]), logits[1:])
+    for name, expected in {"c": [h[2], h[2]], "d": [h[1]], "b": [h[1]]}.items():
+        np.testing.assert_allclose(recorder.pop(name, len(expected)), expected)
+
+
+def test_rollout_seeds_free_a_rollout_from_its_neighbours(engine: Engine) -> None:
+    """The same rollouts whatever else is sampled: other prompts, another order, in two portions."""
+    everything = {
+        (r.group, i % 4): r.token_ids
+        for i, r in enumerate(engine.generate(PROMPTS, 4, SAMPLING, seed=3, rollout_seeds=True))
+    }
+    few = dict(reversed(list(PROMPTS.items())[2:5]))
+    for i, r in enumerate(engine.generate(few, 2, SAMPLING, seed=3, rollout_seeds=True, first_sample=2)):
+        assert r.token_ids == everything[r.group, 2 + i % 2]
+    assert len({tuple(ids) for ids in everything.values()}) > len(PROMPTS)
+    other = engine.generate(few, 2, SAMPLING, seed=4, rollout_seeds=True)
+    assert [r.token_ids for r in other] != [everything[r.group, i % 2] for i, r in enumerate(other)]
 
 
 def test_logprobs_are_taken_after_temperature(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
@@ -249,3 +334,7 @@ def test_generation_config_of_the_model_is_ignored(make_engine: Callable[..., En
     model.generation_config.repetition_penalty, model.generation_config.do_sample = 1.3, True
     model.save_pretrained(tmp_path)
     assert gap(model, make_engine(tmp_path).generate(PROMPTS, 2, SAMPLING, seed=1)) < 1e-4
+
+
+def test_docstring_examples() -> None:
+    assert doctest.testmod(confidence).attempted > 0 and doctest.testmod(confidence).failed == 0
