@@ -28,6 +28,7 @@ _ANSWER_LINE = re.compile(r"^[ \t>*_#-]*(?:the )?(?:final )?answer[ \t*_]*[:\uff
 _BOX = re.compile(r"\\(?:boxed|fbox)\b")
 _BRACES = re.compile(r"\\?\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
+_E_NOTATION = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,4})(?![\w.])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,|,\\!|\{,\}|\\,)[0-9]{3})+(?:\.0*)?")
 
 
@@ -96,11 +97,13 @@ def canonical(answer: str) -> str:
 
 
 def gold_text(cell: object, column: str = "answer") -> str:
-    """A gold answer as text, whatever type it had; "" where there is none."""
-    if isinstance(cell, float) and cell.is_integer():
+    """A gold answer as text, whatever type it had, be it in a box or a list of one; "" where there is none."""
+    if isinstance(cell, list) and len(cell) == 1:
+        cell = cell[0]
+    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53:
         cell = int(cell)
     text = "" if cell is None or isinstance(cell, (list, dict)) else str(cell).strip()
-    if column == "solution":
+    if column == "solution" or _BOX.search(text):
         text = _last_box(text) or ""
     elif "####" in text:  # GSM8K: the working, then the answer
         text = text.rpartition("####")[2].strip()
@@ -307,13 +310,28 @@ def _equivalent(gold: str, answer: str) -> bool:
     """
     from math_verify import parse, verify
 
-    try:
-        parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in (gold, answer)]
-        return verify(*parsed, timeout_seconds=None, raise_on_error=True)
-    except MemoryError:
-        raise
-    except Exception:  # parsers and sympy raise whatever they like on whatever a model writes
-        return False
+    # As LaTeX first: `2e-1` may be Euler's number less one.
+    for pair in dict.fromkeys([(gold, answer), (_program_notation(gold), _program_notation(answer))]):
+        try:
+            parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in pair]
+            if verify(*parsed, timeout_seconds=None, raise_on_error=True):
+                return True
+        except MemoryError:
+            raise
+        except Exception:  # parsers and sympy raise whatever they like on whatever a model writes
+            continue
+    return False
+
+
+def _program_notation(text: str) -> str:
+    r"""Numbers and functions as programs write them, which a fifth of the golds of Minerva are, in LaTeX.
+
+    >>> _program_notation("3.83e35"), _program_notation("-1./3"), _program_notation("np.arcsin(10/13)")
+    ('3.83 \\times 10^{35}', '-1/3', '\\arcsin(10/13)')
+    """
+    text = _E_NOTATION.sub(lambda m: f"{m[1]} \\times 10^{{{int(m[2])}}}", text)
+    text = re.sub(r"(?<=[0-9])\.(?![0-9.])", "", text)
+    return re.sub(r"\b(?:np|math)\.(?=[a-z])", r"\\", text)
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--grade-worker"]:

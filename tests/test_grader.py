@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grader import Grader, Verdict, extract_answer
+from grader import Grader, Verdict, extract_answer, gold_text
 
 TOWER = r"\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}"  # hangs sympy, in C
 ROOT = Path(__file__).parent.parent
@@ -182,6 +182,21 @@ CASES = [  # gold, response, whether it is right; most from public reports of gr
     (r"\dfrac{9}{7}", r"\boxed{\frac{7}{9}}", False),
     (r"\text{Evelyn}", r"\boxed{Evelyn}", True),
     (r"\text{Evelyn}", r"\boxed{\text{Joyce}}", False),
+    # a gold as a program writes it, as a fifth of those of Minerva are; but 2e-1 may be LaTeX
+    ("3.83e35", r"\boxed{3.83 \times 10^{35}}", True),
+    ("3.83e35", r"\boxed{3.83e+35}", True),
+    ("3.83e35", r"\boxed{3.83 \cdot 10^{35} \mathrm{~erg}}", True),
+    ("3.83e35", r"\boxed{3.84 \times 10^{35}}", False),
+    ("1e-5", r"\boxed{10^{-5}}", True),
+    ("5.3e3", r"\boxed{5300}", True),
+    (r"5.3 \times 10^{3}", r"\boxed{5.3E3}", True),
+    ("2e-1", r"\boxed{-1+2e}", True),
+    ("2e-1", r"\boxed{0.2}", True),
+    ("-1./3", r"\boxed{-\frac{1}{3}}", True),
+    ("-1./3", r"\boxed{\frac{1}{3}}", False),
+    ("np.arcsin(10/13)", r"\boxed{\arcsin{\frac{10}{13}}}", True),
+    ("np.arcsin(10/13)", r"\boxed{\arccos{\frac{10}{13}}}", False),
+    (r"$\boxed{204}$", r"\boxed{204}", True),
     ("\\begin{cases", "Answer: \\begin{cases", True),  # not to be parsed: compared as text
     ("\\begin{cases", r"\boxed{5}", False),
 ]
@@ -202,6 +217,26 @@ def test_the_kinds_of_verdict_and_their_rewards(grader: Grader) -> None:
     assert [v.answer for v in verdicts] == ["5", "6", None, "5", "5"]
     assert Verdict("timeout", "5").reward is None
     assert [v.reward for v in grader.grade([r"\boxed{70}"] * 2, [70, 70.0])] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "cell, column, text",
+    [
+        (["$2$"], "final_answer", "$2$"),
+        (["2", "3"], "final_answer", ""),
+        ([], "final_answer", ""),
+        ([None], "final_answer", ""),
+        (float("nan"), "answer", ""),
+        (27.0, "answer", "27"),
+        (3.83e35, "answer", "3.83e+35"),
+        ("So it is $\\boxed{204}$.", "answer", "204"),
+        ("So it is 204.", "solution", ""),
+        ("\\boxed{204", "answer", ""),
+    ],
+)
+def test_a_gold_cell_as_text(cell: object, column: str, text: str) -> None:
+    """Skills#1074: what a data set holds need not be a string. A float as large as 3.83e35 is no exact integer."""
+    assert gold_text(cell, column) == text == gold_text(text)
 
 
 def test_nothing_is_dropped_from_a_batch_and_lengths_must_agree(grader: Grader) -> None:
