@@ -21,6 +21,7 @@ from grader import canonical, gold_text
 
 if TYPE_CHECKING:
     import pyarrow
+    from pyarrow import parquet
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -62,15 +63,20 @@ def sums(
     return list(found.values())
 
 
-def sums_range(source: str) -> tuple[tuple[int, int], int] | None:
-    """(terms, largest) that `--dataset sums` or `sums:2-3:20` (2 to 3 numbers, up to 20) asks for; else None."""
+def sums_range(source: str, flag: str = "--dataset") -> tuple[tuple[int, int], int] | None:
+    """(terms, largest) that `sums` or `sums:2-3:20` (2 to 3 numbers, up to 20) asks for; else None."""
     if source != "sums" and not source.startswith("sums:"):
         return None
     match = re.fullmatch(r"sums(?::([1-9][0-9]?)-([1-9][0-9]?):([1-9][0-9]{0,8}))?", source)
     low, high, largest = (int(n) for n in match.groups(default="0")) if match else (2, 1, 0)
     if low > high:
-        raise ValueError(f"--dataset {source}: write sums, or sums:2-3:20 for 2 to 3 numbers of at most 20")
+        raise ValueError(f"{flag} {source}: write sums, or sums:2-3:20 for 2 to 3 numbers of at most 20")
     return ((low, high), largest) if low else ((3, 10), 15)
+
+
+def sums_count(terms: tuple[int, int], largest: int) -> int:
+    """How many sums there are of `terms` numbers up to `largest`."""
+    return sum(largest**n * 2 ** (n - 1) for n in range(terms[0], terms[1] + 1))
 
 
 def load(source: str, seed: int = 0) -> tuple[list[Problem], str]:
@@ -87,11 +93,14 @@ def load(source: str, seed: int = 0) -> tuple[list[Problem], str]:
     if wanted := sums_range(source):
         (low, high), largest = wanted
         # Half of all sums there are: to find the last few by drawing at random would take for ever.
-        count = min(20_000, sum(largest**n * 2 ** (n - 1) for n in range(low, high + 1)) // 2)
-        problems = sums(count, seed, "train", (low, high), largest)
+        count = min(20_000, sums_count(*wanted) // 2)
+        problems = sums(count, seed, "train", *wanted)
         report = f"{source}: {count} sums of {low} to {high} numbers up to {largest}"
     else:
-        problems, report = _collect(Path(source).name, _rows(source))
+        try:
+            problems, report = _collect(Path(source).name, _rows(source))
+        except DataError as error:
+            raise ValueError(f"--dataset {error}") from error
     if not problems:
         raise ValueError(f"--dataset {source}: no usable problem in it ({report}); name another data set")
     return problems, report
@@ -101,25 +110,41 @@ def load(source: str, seed: int = 0) -> tuple[list[Problem], str]:
 _Row = tuple[int, str | None, str, int]
 
 
-def _error(place: str | Path, fault: str, remedy: str) -> ValueError:
-    return ValueError(f"--dataset {place}: {' '.join(fault.split())}; {remedy}")
+class DataError(ValueError):
+    """What is wrong with a data set, in one sentence: the place, the fault, the remedy. The caller names the flag."""
+
+    def __init__(self, place: str | Path, fault: str, remedy: str) -> None:
+        super().__init__(f"{place}: {' '.join(fault.split())}; {remedy}")
 
 
 def _rows(source: str) -> Iterator[_Row]:
-    path, ending = Path(source), Path(source).suffix.lower()
-    if ending in (".jsonl", ".json", ".parquet") or path.is_file():
-        if ending not in (".jsonl", ".json", ".parquet"):
-            raise _error(source, "not a .jsonl, .json or .parquet file", "convert it to one of them")
-        try:
-            yield from _parquet_rows(path) if ending == ".parquet" else _json_rows(path)
-        except OSError as error:
-            raise _error(source, error.strerror or str(error), "name a readable file or a hub id") from error
-    else:
+    if not is_file(source):
         yield from _hub_rows(source)
+        return
+    path = Path(source)
+    try:
+        if path.suffix.lower() == ".parquet":
+            file, columns = open_parquet(path)
+            yield from _arrow_rows(file.iter_batches(65_536, columns=list(columns)), columns, path)
+        else:
+            yield from ((number, *cells(row, place)[:2], 1) for number, place, row in json_rows(path))
+    except OSError as error:
+        raise DataError(source, error.strerror or str(error), "name a readable file or a hub id") from error
 
 
-def _json_rows(path: Path) -> Iterator[_Row]:
-    """A JSON list, or else JSON lines, split at newline bytes alone: U+2028 inside a string ends no line."""
+def is_file(source: str) -> bool:
+    """Whether `source` names a file, there or not, and no hub id. Raises DataError for one of another kind."""
+    known = Path(source).suffix.lower() in (".jsonl", ".json", ".parquet")
+    if not known and Path(source).is_file():
+        raise DataError(source, "not a .jsonl, .json or .parquet file", "convert it to one of them")
+    return known
+
+
+def json_rows(path: Path) -> Iterator[tuple[int, str, dict[str, object]]]:
+    """The rows of a JSON list or of JSON lines, each with its number (from 1) and its place for messages.
+
+    Lines are split at newline bytes alone: U+2028 inside a string ends none. Raises DataError and OSError.
+    """
     remedy = "mend or delete that line (one JSON object a line)"
     with open(path, "rb") as file:
         if path.suffix.lower() == ".json" and file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -128,7 +153,7 @@ def _json_rows(path: Path) -> Iterator[_Row]:
                 listed = json.loads(file.read())
             except (ValueError, RecursionError) as error:
                 place = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
-                raise _error(place, f"bad JSON ({error})", "mend it (a list of objects)") from error
+                raise DataError(place, f"bad JSON ({error})", "mend it (a list of objects)") from error
             yield from (_json_row(row, number, f"{path} (row {number})") for number, row in enumerate(listed, 1))
             return
         file.seek(0)
@@ -137,42 +162,50 @@ def _json_rows(path: Path) -> Iterator[_Row]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise _error(f"{path}:{number}", f"bad JSON ({error})", remedy) from error
+                    raise DataError(f"{path}:{number}", f"bad JSON ({error})", remedy) from error
                 yield _json_row(row, number, f"{path}:{number}")
 
 
-def _json_row(row: object, number: int, place: str) -> _Row:
+def _json_row(row: object, number: int, place: str) -> tuple[int, str, dict[str, object]]:
     if not isinstance(row, dict):
-        raise _error(place, f"a JSON {type(row).__name__} where a row is due", "write one object for each problem")
-    text_column, answer_column = _columns(row, place)
-    text, answer = row[text_column], row[answer_column]
+        raise DataError(place, f"a JSON {type(row).__name__} where a row is due", "write one object for each problem")
+    return number, place, row
+
+
+def cells(row: dict[str, object], place: str) -> tuple[str | None, str, tuple[str, str]]:
+    """The text (None for none) and the gold answer ("" for none) of a row, and the columns that they come from."""
+    names = columns_of(row, place)
+    text, answer = (row[name] for name in names)
     if isinstance(text, list):  # a chat: its last message by the user
         asked = [m.get("content") for m in text if isinstance(m, dict) and m.get("role") == "user"]
         text = asked[-1] if asked else None
     if isinstance(answer, dict):
         answer = answer.get("ground_truth")
-    return number, text if isinstance(text, str) else None, gold_text(answer, answer_column), 1
+    return text if isinstance(text, str) else None, gold_text(answer, names[1]), names
 
 
-def _columns(names: Iterable[str], place: str | Path) -> tuple[str, str]:
+def columns_of(names: Iterable[str], place: str | Path) -> tuple[str, str]:
+    """Which of a data set's columns hold the problem's text and its answer. Raises DataError."""
     names = list(names)
     text = next((n for n in ("problem", "question", "Problem", "Question", "prompt") if n in names), None)
-    answer = next((n for n in ("answer", "Answer", "reward_model", "solution") if n in names), None)
+    answer = next((n for n in ("answer", "Answer", "final_answer", "reward_model", "solution") if n in names), None)
     if text is None or answer is None:
-        raise _error(place, f"no problem or no answer among the columns {names}", "rename them to problem and answer")
+        raise DataError(
+            place, f"no problem or no answer among the columns {names}", "rename them to problem and answer"
+        )
     return text, answer
 
 
-def _parquet_rows(path: Path) -> Iterator[_Row]:
+def open_parquet(path: Path) -> tuple[parquet.ParquetFile, tuple[str, str]]:
+    """The file and its columns of text and answer. Raises DataError and OSError."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         file = parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
-        raise _error(path, f"no parquet file ({error})", "write it anew") from error
-    columns = _columns(file.schema_arrow.names, path)
-    yield from _arrow_rows(file.iter_batches(65_536, columns=list(columns)), columns, path)
+        raise DataError(path, f"no parquet file ({error})", "write it anew") from error
+    return file, columns_of(file.schema_arrow.names, path)
 
 
 def _hub_rows(source: str) -> Iterator[_Row]:
@@ -181,15 +214,13 @@ def _hub_rows(source: str) -> Iterator[_Row]:
     try:
         table = datasets.load_dataset(source, split="train")
     except (OSError, ValueError) as error:
-        raise _error(source, f"no such file, and the hub gave no train split ({error})", "check the name") from error
-    columns = _columns(table.column_names, source)
+        raise DataError(source, f"no such file, and the hub gave no train split ({error})", "check the name") from error
+    columns = columns_of(table.column_names, source)
     tables = table.select_columns(list(columns)).with_format("arrow").iter(65_536)
     yield from _arrow_rows((b for t in tables for b in t.combine_chunks().to_batches()), columns, source)
 
 
-def _arrow_rows(
-    batches: Iterable[pyarrow.RecordBatch], columns: tuple[str, str], place: str | Path
-) -> Iterator[_Row]:
+def _arrow_rows(batches: Iterable[pyarrow.RecordBatch], columns: tuple[str, str], place: str | Path) -> Iterator[_Row]:
     """DAPO has each problem 100 times in 1.8 million nested rows: arrow merges equal ones, Python sees the rest."""
     import numpy
     import pyarrow
@@ -200,7 +231,7 @@ def _arrow_rows(
             texts, answers = (_flat(batch.column(batch.schema.get_field_index(column))) for column in columns)
         except pyarrow.ArrowException as error:
             fault = f"columns {columns} hold no text, chat or ground_truth ({error})"
-            raise _error(place, fault, "store them as text in columns problem and answer") from error
+            raise DataError(place, fault, "store them as text in columns problem and answer") from error
         numbers = numpy.arange(rows + 1, rows + 1 + len(batch))
         table = pyarrow.table([texts, answers, numbers, numpy.ones_like(numbers)], ["text", "answer", "row", "count"])
         groups = pyarrow.concat_tables([merged, table] if merged else [table]).group_by(["text", "answer"])
@@ -228,7 +259,7 @@ def _flat(column: pyarrow.Array) -> pyarrow.Array:
     return column.cast(pyarrow.string())
 
 
-def _unwrap(text: str) -> str:
+def unwrap(text: str) -> str:
     """The problem without DAPO's request for an `Answer:` line, which is not the form that our instruction asks for."""
     text = re.sub(r"\ASolve the following math problem step by step\.( [^\n]*\bAnswer:[^\n]*)?\n", "", text.strip())
     body, found, _ = text.rpartition("\nRemember to put your answer on its own line after")
@@ -239,7 +270,7 @@ def _collect(name: str, rows: Iterable[_Row]) -> tuple[list[Problem], str]:
     kept: dict[str, Problem] = {}
     occurrences, dropped, conflicting = Counter(), Counter(), set()
     for number, text, answer, count in rows:
-        text = _unwrap(text or "")
+        text = unwrap(text or "")
         if not text or not answer:
             dropped["without an answer" if text else "without a text"] += count
             continue
