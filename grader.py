@@ -159,13 +159,31 @@ class Grader:
             RuntimeError: the workers cannot start or keep dying; no reward is given for that.
         """
         answers = [extract_answer(text) for text in texts]
-        golds = [gold_text(gold) for gold in golds]
-        kinds = [_settle(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+        kinds = self._judge(list(zip([gold_text(gold) for gold in golds], answers, strict=True)))
+        return [Verdict(kind, answer) for kind, answer in zip(kinds, answers)]
+
+    def equivalent(self, pairs: list[tuple[str, str]]) -> list[bool]:
+        """Whether the first answer of each pair, as gold, takes the second for right; not symmetric.
+
+        What is empty or cannot be parsed equals nothing; what runs into a bound, nothing but its own spelling.
+
+        Raises:
+            RuntimeError: as `grade`.
+        """
+        bare = [(_bare(first), _bare(second) or None) for first, second in pairs]
+        # Each answer meets "1" first: one that hangs then costs its bound once, and not in all of its pairs.
+        alone = [("1", answer) for answer in {answer for pair in bare if _settle(*pair) is None for answer in pair}]
+        hostile = {answer for (_, answer), kind in zip(alone, self._judge(alone)) if kind == "timeout"}
+        asked = [pair if pair[0] == pair[1] or hostile.isdisjoint(pair) else ("", None) for pair in bare]
+        return [kind == "right" for kind in self._judge(asked)]
+
+    def _judge(self, pairs: list[tuple[str, str | None]]) -> list[str]:
+        """The kind of verdict on each pair of gold and answer."""
         # Rollouts of one group often agree: each different pair is verified once.
-        rows = list(zip(golds, answers, kinds))
-        pairs = list(dict.fromkeys((gold, answer) for gold, answer, kind in rows if kind is None))
-        verified = dict(zip(pairs, self._threads.map(self._verify, pairs)))
-        return [Verdict(kind or verified[gold, answer], answer) for gold, answer, kind in rows]
+        kinds = {pair: _settle(*pair) for pair in pairs}
+        unsettled = [pair for pair, kind in kinds.items() if kind is None]
+        kinds.update(zip(unsettled, self._threads.map(self._verify, unsettled)))
+        return [kinds[pair] for pair in pairs]
 
     def _verify(self, pair: tuple[str, str]) -> str:
         worker = self._idle.get()

@@ -258,6 +258,35 @@ def test_integers_are_equal_exactly_when_their_values_are(number: int, off: int,
     assert verdict.kind == ("wrong" if off else "right") and grouped.kind == "right"
 
 
+def test_equivalence_has_a_direction(grader: Grader) -> None:
+    """open-r1#557: the gold goes first. What is empty equals nothing, and integers need no mathematics."""
+    interval = r"(-\infty, 3)"
+    cases = {
+        ("x<3", interval): True,
+        (interval, "x<3"): False,
+        ("0.5", r"\frac12"): True,
+        (r"\frac12", "0.3"): False,
+        ("1234", "1,234"): True,
+        ("7", "8"): False,
+        ("$x$", " x "): True,
+        ("\\begin{cases", "5"): False,
+        ("", "5"): False,
+        ("5", ""): False,
+        ("", ""): False,
+    }
+    pairs = [*cases, *cases]
+    assert dict(zip(pairs, grader.equivalent(pairs))) == cases and grader.equivalent([]) == []
+
+
+def test_an_answer_that_hangs_is_asked_once_and_equals_nothing_else() -> None:
+    """With m others it would cost its bound 2m times. Its neighbours are compared all the same."""
+    tower, half, same = f"{TOWER}+0", r"\frac12", "0.5"
+    with Grader(workers=1, timeout=2.0) as single:
+        single.grade([r"\boxed{0.5}"], ["1/2"])
+        pairs = [(TOWER, tower), (tower, half), (TOWER, half), (same, TOWER), (same, half), (TOWER, f"${TOWER}$")]
+        assert single.equivalent(pairs) == [False, False, False, False, True, True]
+
+
 def test_a_thousand_integers_start_no_worker() -> None:
     """Nor do golds of a hundred thousand digits, which int() refuses, and answers too long to be one."""
     huge = "7" * 100_000
