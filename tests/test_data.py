@@ -68,6 +68,9 @@ def test_the_source_of_sums_says_how_many_numbers_and_how_large() -> None:
 def test_sums_that_make_no_sense_are_refused(source: str) -> None:
     with pytest.raises(ValueError, match=f"^--dataset {source}: "):
         load(source)
+    if source != "sums:1-1:1":  # well-formed, but too few
+        with pytest.raises(ValueError, match=f"^--data {source}: "):
+            sums_range(source, "--data")
 
 
 # ------------------------------------------------------------------ files
@@ -84,6 +87,7 @@ def test_sums_that_make_no_sense_are_refused(source: str) -> None:
         ({"Problem": "What is 1+1?", "Answer": " 2 "}, "2"),
         ({"problem": "What is 1+1?", "solution": "Not \\boxed{3} but $\\boxed{\\frac{4}{2}}$."}, "\\frac{4}{2}"),
         ({"prompt": "What is 1+1?", "answer": "2"}, "2"),
+        ({"question": "What is 1+1?", "solution": "Count them.", "final_answer": "2"}, "2"),
         (chat_row("What is 1+1?", "2"), "2"),
         (chat_row(DAPO_HEAD + "What is 1+1?" + DAPO_TAIL, "2"), "2"),
         (chat_row("Solve the following math problem step by step.\n\nWhat is 1+1?", "2"), "2"),
