@@ -355,7 +355,7 @@ def curve(
             for subset in chosen:
                 part = {name: [values[i] for i in subset] for name, values in signals.items()}
                 won = winners([classes[i] for i in subset], part, share)
-                hits.update({name: winner is not None and winner in right for name, winner in won.items()})
+                hits.update({name: winner in right for name, winner in won.items()})
             for name, count in hits.items():
                 totals.setdefault(name, [[] for _ in sizes(n)])[column].append(count / len(chosen))
     return {name: [math.fsum(column) / len(problems) for column in columns] for name, columns in totals.items()}

@@ -360,6 +360,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
             hits = [min(subset) < c for subset in itertools.combinations(range(n), k)]
             assert pass_at_k(n, c, k) == float(Fraction(sum(hits), len(hits)))
+    assert pass_at_k(4000, 2, 2000) == 1 - (2000 * 1999) / (4000 * 3999)  # C(4000, 2000) is no float
 
 
 @pytest.mark.parametrize("n, c, k", [(2, 0, 5), (0, 0, 1), (4, 5, 1), (4, -1, 1), (4, 1, 0)])
