@@ -21,6 +21,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sympy
 
 # ------------------------------------------------------------------ answers
 
@@ -332,13 +336,23 @@ def _equivalent(gold: str, answer: str) -> bool:
     for pair in dict.fromkeys([(gold, answer), (_program_notation(gold), _program_notation(answer))]):
         try:
             parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in pair]
-            if verify(*parsed, timeout_seconds=None, raise_on_error=True):
+            if verify(*parsed, timeout_seconds=None, raise_on_error=True) and not _apart(*parsed):
                 return True
         except MemoryError:
             raise
         except Exception:  # parsers and sympy raise whatever they like on whatever a model writes
             continue
     return False
+
+
+def _apart(gold: list[sympy.Basic | str], answer: list[sympy.Basic | str]) -> bool:
+    """Whether two small numbers differ: math-verify rounds decimals to 6 places and the rest to 15, 1e-27 to 0."""
+    values = [parsed[0] for parsed in (gold, answer)]
+    if not all(getattr(value, "is_number", False) and value.is_real for value in values):
+        return False
+    first, second = (value.evalf() for value in values)
+    largest = max(abs(first), abs(second))
+    return bool(largest < 1e-3 and abs(first - second) > 1e-2 * largest)
 
 
 def _program_notation(text: str) -> str:

@@ -188,6 +188,15 @@ CASES = [  # gold, response, whether it is right; most from public reports of gr
     ("3.83e35", r"\boxed{3.83 \cdot 10^{35} \mathrm{~erg}}", True),
     ("3.83e35", r"\boxed{3.84 \times 10^{35}}", False),
     ("1e-5", r"\boxed{10^{-5}}", True),
+    ("4.6e-24", r"\boxed{4.6 \times 10^{-24}}", True),
+    ("4.6e-24", r"\boxed{4.6 \times 10^{-27}}", False),  # math-verify takes both for 0
+    ("3.89e-10", r"\boxed{0.000000000389}", True),
+    ("3.89e-10", r"\boxed{0.000000000255}", False),
+    ("3.89e-10", r"\boxed{0.0}", False),
+    ("0.0000001", r"\boxed{-0.0000001}", False),
+    ("0.0", r"\boxed{0.00}", True),
+    ("10^{400}", r"\boxed{100^{200}}", True),  # more than a float holds
+    (r"\frac{1}{3000}", r"\boxed{0.000333}", True),
     ("5.3e3", r"\boxed{5300}", True),
     (r"5.3 \times 10^{3}", r"\boxed{5.3E3}", True),
     ("2e-1", r"\boxed{-1+2e}", True),
