@@ -1,4 +1,4 @@
-"""Which answer wins, given candidate responses and how sure the model or the quality head is of each (Sec. 3, Sec. 4.4).
+"""Which answer wins, given candidate responses and how sure the model or the quality head is of each (Sec. 3, 4.4).
 
     classes = answer_classes(answers, grader.equivalent)
     winners(classes, {"head": logits, "mean": [mean_confidence(h) for h in traces]}, share=0.1)["ARRoL"]
@@ -152,8 +152,8 @@ def mean_confidence(h: np.ndarray) -> float:
 
     H_t = -sum_j log P_t(j) is the paper's form: over all V tokens of the vocabulary, V log V if P_t is uniform and more
     if it is not. It is LARGE WHEN THE MODEL IS SURE: beside a peak nearly all tokens are very unlikely. Because of the
-    minus it is taken for an uncertainty again and again (facebookresearch/deepconf#3, LTPO#2); a weight that falls where
-    H_t rises, such as -log P of the sampled token, turns the order of the traces round.
+    minus it is taken for an uncertainty again and again (facebookresearch/deepconf#3, LTPO#2); a weight that falls
+    where H_t rises, such as -log P of the sampled token, turns the order of the traces round.
 
     >>> peaked, flat = np.array([0.97, 0.01, 0.01, 0.01]), np.full(4, 0.25)
     >>> bool(-np.log(peaked).sum() > -np.log(flat).sum())
@@ -185,8 +185,9 @@ def tail_confidence(h: np.ndarray, window: int) -> float:
 def self_certainty(h: np.ndarray, vocabulary: int) -> float:
     """Mean KL divergence of P_t from the uniform distribution over `vocabulary` = V tokens (Kang et al., 2025).
 
-    KL(U || P_t) = H_t / V - log V, so it ranks traces as their mean confidence does. As weights they differ: without the
-    floor of log V a sure trace outweighs an unsure one by more. Its authors vote by Borda ranks; here it is the weight.
+    KL(U || P_t) = H_t / V - log V, so it ranks traces as their mean confidence does. As weights they differ: without
+    the floor of log V a sure trace outweighs an unsure one by more. Its authors vote by Borda ranks; here it is the
+    weight.
     """
     return max(0.0, mean_confidence(h) / vocabulary - math.log(vocabulary))  # below 0 by rounding only
 
@@ -258,7 +259,7 @@ RULES = [
 
 
 def rules_for(signals: Collection[str]) -> list[Rule]:
-    """The rules whose signal is among `signals`, in the table's order. Raises ValueError on a signal that no rule has."""
+    """The rules whose signal is among `signals`, in the table's order. Raises ValueError on one that no rule has."""
     if unknown := set(signals) - SIGNALS.keys():
         raise ValueError(f"no rule uses the signals {sorted(unknown)}; there are {list(SIGNALS)}")
     return [rule for rule in RULES if rule.signal is None or rule.signal in signals]
@@ -286,7 +287,8 @@ def ballots(classes: Sequence[Class], signals: Signals, share: float) -> dict[st
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Chance that k of n samples, c of them right, hold a right one: 1 - C(n - c, k) / C(n, k), exactly rounded.
 
-    Raises ValueError unless 0 <= c <= n and 1 <= k <= n: no k can be estimated from fewer samples (openai/human-eval#35).
+    Raises ValueError unless 0 <= c <= n and 1 <= k <= n: fewer than k samples tell nothing of pass@k
+    (openai/human-eval#35).
 
     >>> pass_at_k(10, 3, 5)
     0.9166666666666666
@@ -362,7 +364,7 @@ def curve(
 
 
 def _subsets(n: int, size: int, most: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
-    """Subsets of range(n) in increasing order within each: all of them if there are at most `most`, else `most` at random."""
+    """Subsets of range(n), each in increasing order: all if there are at most `most`, else `most` at random."""
     if math.comb(n, size) <= most:
         return list(itertools.combinations(range(n), size))
     return [tuple(row) for row in np.sort(rng.random((most, n)).argsort(1)[:, :size], 1).tolist()]

@@ -437,7 +437,7 @@ def test_the_curve_starts_at_the_candidates_accuracy_and_ends_at_the_winners() -
 
 
 def test_the_curve_averages_over_all_subsets_or_over_random_ones() -> None:
-    """By hand, of [a, a, b] with a right: 2/3, then 1, for a tie goes to the earliest, then 1; with b right 1/3, 0, 0."""
+    """By hand, of [a, a, b] with a right: 2/3, then 1 (a tie goes to the earliest), 1; with b right 1/3, 0, 0."""
     assert curve([([0, 0, 1], {}, {0})], 0.1) == {"majority": [pytest.approx(2 / 3), 1.0, 1.0]}
     assert curve([([0, 0, 1], {}, {1})], 0.1) == {"majority": [pytest.approx(1 / 3), 0.0, 0.0]}
     assert curve([([None, None], {}, {0})], 0.1) == {"majority": [0.0, 0.0]}
