@@ -121,9 +121,8 @@ def estimate(model: PretrainedConfig | Shape, args: Args, ranks: int, device_byt
     """What a run with `args` takes on each of `ranks` GPUs of `device_bytes`."""
     s = model if isinstance(model, Shape) else shape(model)
     masters, gradients, adam = (0 if args.offload else size * s.parameters // ranks for size in (4, 4, 8))
-    resting = (
-        CONTEXT + masters + adam + (masters if args.beta > 0 else 0)
-    )  # a reference model is sharded like the masters
+    reference = masters if args.beta > 0 else 0  # that of --beta is sharded like the masters, and offloaded with them
+    resting = CONTEXT + masters + adam + reference
     weights, kv_per_token = 2 * s.parameters, 4 * s.layers * s.keys
     # Logits in bfloat16 and float32, log-probs, probabilities and noise: the five tensors of vLLM's sampler.
     work = max(BATCHED_TOKENS * s.forward, 18 * args.max_num_seqs * s.vocabulary)
@@ -142,7 +141,7 @@ def estimate(model: PretrainedConfig | Shape, args: Args, ranks: int, device_byt
         logits=logits,
         kv_cache=share - weights - GRAPHS - work,
         kv_per_token=kv_per_token,
-        host=weights + (16 * s.parameters // ranks if args.offload else 0),
+        host=weights + ((20 if args.beta > 0 else 16) * s.parameters // ranks if args.offload else 0),
         phases={
             "generate": resting + share,
             "logprob": resting + GRAPHS + _logprob(s, tokens, ranks),
