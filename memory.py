@@ -129,8 +129,9 @@ def estimate(model: PretrainedConfig | Shape, args: Args, ranks: int, device_byt
     share = int(args.gpu_memory_utilization * device_bytes)
     tokens = max(args.token_budget, args.max_length)  # a longer row makes a micro-batch of its own
     logits = 5 * 4 * CHUNK_TOKENS * s.vocabulary
-    # A parameter is gathered in float32 and then cast; with --offload both happen on the CPU, and vLLM's copy remains.
-    gathered = (2 if args.offload else 6) * s.head
+    # The largest parameter, gathered in float32 (one rank has it whole) and cast, or cast and in vLLM's copy; with --offload
+    # only that copy is on the GPU.
+    gathered = (2 if args.offload else 6 if ranks > 1 else 4) * s.head
     return Estimate(
         parameters=s.parameters,
         weights=weights,
