@@ -23,7 +23,10 @@ TINY = Path(__file__).resolve().parent / "tiny"
 
 def flag(default: object, help: str, choices: tuple[str, ...] | None = None) -> dataclasses.Field:
     """A field of `Args` with its help text."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -83,7 +86,9 @@ class Args:
     head_passes: int = flag(4, "its passes over the buffer per step")
     head_buffer: int = flag(4096, "labelled states in its buffer")
     head_states: str = flag(
-        "detect", "states it trains on: at L_detect alone, or also the last one of every rollout", ("detect", "both")
+        "both",
+        "states it trains on: also the last one of every rollout, for voting, or at L_detect alone",
+        ("both", "detect"),
     )
     # policy update
     algo: str = flag("grpo", "loss and sampling", ("grpo", "dapo"))
@@ -109,8 +114,18 @@ class Args:
     gpu_memory_utilization: float = flag(0.5, "share of the GPU that vLLM may use while it generates")
     kv_cache_gb: float = flag(4.0, "vLLM's KV cache on a CPU, in GiB")
     # evaluation, logs, checkpoints
-    eval_problems: int = flag(64, "held-out problems, graded before and after training; 0: none")
-    eval_samples: int = flag(4, "samples per held-out problem, at the training temperature; one more is greedy")
+    eval_data: list[str] = flag(
+        ["held-out"],
+        "sets to evaluate on: held-out (of the training set), math500, minerva, olympiadbench, amc23, aime24, aime25 "
+        "(from the hub), NAME=FILE for a local copy of one, a file, or sums",
+    )
+    eval_every: int = flag(20, "steps between evaluations; 0: before the first step and after the last alone")
+    eval_n: int = flag(
+        4, "samples per problem; 16 at least for AMC and AIME, whose metric is pass@16; one more is greedy"
+    )
+    eval_temperature: float = flag(1.0, "their sampling temperature")
+    eval_top_p: float = flag(1.0, "their sampling nucleus")
+    eval_problems: int = flag(64, "size of held-out (a tenth of the training set at most) and of sums; 0: neither")
     baseline_steps: int = flag(
         0, "first train this many steps of plain GRPO (or DAPO) from the same start, for the table at the end"
     )
@@ -156,24 +171,32 @@ EMBEDDED = dict(
 )
 
 
+def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
+    """A command-line flag for each field of the dataclass `settings`; only those that are given appear in the result."""
+    for spec in dataclasses.fields(settings):
+        name, help_text = "--" + spec.name.replace("_", "-"), spec.metadata["help"]
+        default = spec.default if spec.default is not dataclasses.MISSING else " ".join(spec.default_factory())
+        if default not in ("", None):
+            help_text += f" (default: {default})"
+        # SUPPRESS: the defaults depend on what is given
+        common = dict(default=argparse.SUPPRESS, help=help_text.replace("%", "%%"))
+        if spec.type == "bool":
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, **common)
+            continue
+        common["metavar"] = spec.name.upper().split("_")[-1]
+        if spec.type == "list[str]":
+            parser.add_argument(name, nargs="*", **common)
+        else:
+            kind = {"int": int, "float": float, "float | None": float}.get(spec.type, str)
+            parser.add_argument(name, type=kind, choices=spec.metadata["choices"], **common)
+
+
 def parse(argv: list[str]) -> Args:
     """`Args` from a command line; on bad input prints one sentence and exits with status 2. Creates nothing."""
     parser = argparse.ArgumentParser(
         prog="arrol.py", description="RLVR with online rollout pruning (ARRoL).", allow_abbrev=False
     )
-    for spec in dataclasses.fields(Args):
-        name, help_text = "--" + spec.name.replace("_", "-"), spec.metadata["help"]
-        if spec.default not in ("", None):
-            help_text += f" (default: {spec.default})"
-        # SUPPRESS: only flags that are given appear, since the defaults depend on them
-        common = dict(default=argparse.SUPPRESS, help=help_text.replace("%", "%%"))
-        if spec.type == "bool":
-            parser.add_argument(name, action=argparse.BooleanOptionalAction, **common)
-        else:
-            kind = {"int": int, "float": float, "float | None": float}.get(spec.type, str)
-            parser.add_argument(
-                name, type=kind, choices=spec.metadata["choices"], metavar=spec.name.upper().split("_")[-1], **common
-            )
+    add_flags(parser, Args)
     given = vars(parser.parse_args(argv))
     if "resume" in given:
         saved = Path(given["resume"], "args.json")
@@ -218,6 +241,9 @@ def first_problem(args: Args) -> str | None:
         ("clip_low", 0 <= args.clip_low < 1, "must lie in [0, 1)"),
         ("lr", args.lr >= 0, "must not be negative"),
         ("grad_clip", args.grad_clip > 0, "must be above 0"),
+        ("eval_n", args.eval_n >= 1, "must be at least 1; --eval-data without a name evaluates nothing"),
+        ("eval_temperature", args.eval_temperature > 0, "must be above 0; one greedy sample per problem comes anyway"),
+        ("eval_top_p", 0 < args.eval_top_p <= 1, "must lie in (0, 1]"),
         ("beta", args.beta >= 0, "must not be negative"),
         ("tis_cap", args.tis_cap is None or args.tis_cap > 0, "must be above 0"),
         ("max_gap", args.max_gap is None or args.max_gap > 0, "must be above 0"),
@@ -253,7 +279,7 @@ def first_problem(args: Args) -> str | None:
             (name, getattr(args, name) >= 0, "must not be negative")
             for name in (
                 "eval_problems",
-                "eval_samples",
+                "eval_every",
                 "baseline_steps",
                 "max_refills",
                 "warmup_steps",
@@ -302,5 +328,5 @@ def _missing_file(args: Args) -> str | None:
 
 def fail(sentence: str) -> NoReturn:
     """End the program with one sentence, as argparse does."""
-    print(f"arrol.py: error: {sentence}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: error: {sentence}", file=sys.stderr)
     sys.exit(2)

@@ -28,6 +28,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from args import Args, fail, parse
 
@@ -52,10 +53,17 @@ from transformers.utils import logging as transformers_logging
 import checkpoint
 import data
 from engine import Engine, NothingScored, Rollout, Sampling
+from evaluation import EvalSet, contaminated, evaluate, grade_rollouts, held_out_benchmark, load_benchmark
 from grader import Grader, Verdict
 from grpo import Learner, LossConfig, Policy, SamplerGapError, Sequence, group_advantages, overlong_penalty, shard
 from pruner import Pruner
 from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from tts import TtsArgs
 
 
 @dataclasses.dataclass
@@ -91,13 +99,13 @@ class Trainer:
         engine: Engine,
         tokenizer,
         prompts: list[data.Prompt],
-        held_out: list[data.Prompt],
+        eval_sets: list[EvalSet],
         stop_token_ids: list[int],
         grader: Grader,
         device: torch.device,
     ) -> None:
         self.args, self.engine, self.tokenizer, self.grader = args, engine, tokenizer, grader
-        self.prompts, self.held_out, self.device = prompts, held_out, device
+        self.prompts, self.eval_sets, self.device = prompts, eval_sets, device
         model, self.policy = self._policy(frozen=False)
         reference = self._policy(frozen=True)[1] if args.beta > 0 else None
         high = args.clip_high if args.clip_high is not None else (0.28 if args.algo == "dapo" else 0.2)
@@ -200,7 +208,7 @@ class Trainer:
                     progress=True,
                 )
             with timed(clock, "grade"):
-                batch.extend(self._grade(rollouts, prompts))
+                batch.extend(Batch(rollouts, grade_rollouts(rollouts, prompts, self.tokenizer, self.grader)))
             groups = labels_by_group(batch.rollouts, batch.labels)
             usable = {group for group, labels in groups.items() if args.algo == "grpo" or len(set(labels)) > 1}
             if len(usable) >= args.prompts:
@@ -209,15 +217,6 @@ class Trainer:
 
     def _seed(self, attempt: int) -> int:
         return random.Random(f"{self.args.seed}-{self.step_number}-{attempt}").getrandbits(62)
-
-    def _grade(self, rollouts: list[Rollout], prompts: dict[int, data.Prompt]) -> Batch:
-        survivors = [r for r in rollouts if r.finish != "pruned"]
-        texts = self.tokenizer.batch_decode([r.token_ids for r in survivors], skip_special_tokens=True)
-        # Some chat templates open the thinking block in the prompt; the grader has to know, or it takes thoughts for answers.
-        opened = {g: self.tokenizer.decode(p.token_ids[-8:]).rstrip().endswith("<think>") for g, p in prompts.items()}
-        texts = [("<think>" if opened[r.group] else "") + text for r, text in zip(survivors, texts)]
-        verdicts = iter(self.grader.grade(texts, [prompts[r.group].problem.answer for r in survivors]))
-        return Batch(rollouts, [None if r.finish == "pruned" else next(verdicts) for r in rollouts])
 
     def _update(self, prompts: dict[int, data.Prompt], batch: Batch, usable: set[int]) -> Metrics:
         """Advantages of the labelled survivors, re-batched without the pruned ones, and the optimizer steps."""
@@ -272,23 +271,15 @@ class Trainer:
     # --- evaluation, checkpoints, the loop ---
 
     def evaluate(self) -> Metrics:
-        """Accuracy on the held-out prompts: mean over `eval_samples` at the training temperature, and greedy."""
-        metrics: Metrics = {}
-        prompts = dict(enumerate(self.held_out))
+        """Scores on every evaluation set, with the sampling settings of evaluation; see `evaluation.evaluate`."""
+        args, started = self.args, time.perf_counter()
+        if not self.eval_sets:
+            return {}
         self.engine.wake(self.weights())
-        for name, temperature, samples in (
-            ("accuracy", self.args.temperature, self.args.eval_samples),
-            ("greedy", 0.0, 1),
-        ):
-            if prompts and samples:
-                sampling = dataclasses.replace(self.sampling, temperature=temperature)
-                rollouts = self.engine.generate(
-                    {i: p.token_ids for i, p in prompts.items()}, samples, sampling, seed=self.args.seed, progress=True
-                )
-                right = [verdict.kind == "right" for verdict in self._grade(rollouts, prompts).verdicts]
-                metrics[f"eval_{name}"] = sum(right) / len(right)
+        sampling = dataclasses.replace(self.sampling, temperature=args.eval_temperature, top_p=args.eval_top_p)
+        metrics = evaluate(self.engine, self.eval_sets, self.tokenizer, self.grader, sampling, args.eval_n, args.seed)
         self.engine.sleep()
-        return metrics
+        return metrics | {"time_eval": time.perf_counter() - started}
 
     def save(self, run: Path) -> Path:
         state = {"step": self.step_number, "taken": self.taken, "seconds": self.seconds}
@@ -300,7 +291,7 @@ class Trainer:
             model=self.policy.model,
             weights=dict(self.weights()),
             tokenizer=self.tokenizer,
-            head=self.pruner.head.state_dict() if self.pruner else None,
+            head=(self.pruner.head, self.pruner.calibrator, self.args.detect_length) if self.pruner else None,
             learner=self.learner,
             state=state,
             keep=self.args.keep_checkpoints,
@@ -324,7 +315,7 @@ class Trainer:
         try:
             while self.step_number < args.steps:
                 metrics, rows = self.step()
-                if self.step_number == args.steps:
+                if self.step_number == args.steps or (args.eval_every and self.step_number % args.eval_every == 0):
                     metrics |= self.evaluate()
                 log.metrics(metrics)
                 log.rollouts(rows)
@@ -381,16 +372,22 @@ def start_process_group() -> torch.device:
     return torch.device("cpu")
 
 
-def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[data.Prompt]]:
-    """Prompts to train on and held-out ones; prints one line on what was dropped, ends the program where nothing is left."""
+def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet]]:
+    """Prompts to train on and the sets to evaluate on; says in a line each what they are, ends the program where none is left."""
     try:
         problems, line = data.load(args.dataset, args.seed)
-        if built_in := data.sums_range(args.dataset):
-            held_out = data.sums(min(args.eval_problems, len(problems) // 10), 0, "test", *built_in)
-        else:
+        built_in, held_out = data.sums_range(args.dataset), []
+        if "held-out" in args.eval_data and not built_in:
             random.Random(0).shuffle(problems)  # not the run's seed: runs are compared on the same held-out problems
             cut = min(args.eval_problems, len(problems) // 10)
             problems, held_out = problems[cut:], problems[:cut]
+        benchmarks = []
+        for spec in args.eval_data:
+            if spec == "held-out" and not built_in:
+                benchmarks.append(held_out_benchmark(held_out))
+            elif args.eval_problems or not data.sums_range(spec if spec != "held-out" else args.dataset):
+                found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
+                benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
     except ValueError as error:
         fail(str(error))
     prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
@@ -398,14 +395,23 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[data.Pr
         fail(
             f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})"
         )
-    print(
-        f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts, {len(held_out)} held out"
-    )
-    return prompts, data.tokenize(held_out, tokenizer, args.max_prompt, args.instruction, args.thinking)[0]
+    print(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
+    sets = []
+    for benchmark in benchmarks:
+        kept, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+        if benchmark.problems:
+            sets.append(EvalSet(benchmark.name, benchmark.metric, kept, too_long))
+            seen = len(contaminated(benchmark.problems, problems))
+            print(
+                f"evaluation: {benchmark.report}"
+                + (f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else "")
+                + (f"; CONTAMINATED: {seen} of them are in the training set" if seen else "")
+            )
+    return prompts, sets
 
 
-def load_tokenizer(args: Args):
-    """The model's tokenizer, and the ids that end a response."""
+def load_tokenizer(args: Args | TtsArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
+    """The model's tokenizer, the ids that end a response, and its config; ends the program where they do not load."""
     try:
         config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
     except (OSError, ValueError) as error:
@@ -417,18 +423,23 @@ def load_tokenizer(args: Args):
     limit = getattr(config, "max_position_embeddings", args.max_length)
     if args.max_length > limit:
         fail(f"--max-length {args.max_length}: the model has {limit} positions")
-    return tokenizer, data.stop_token_ids(tokenizer, config, generation_config)
+    return tokenizer, data.stop_token_ids(tokenizer, config, generation_config), config
+
+
+def quiet(verbose: bool) -> None:
+    """Keep transformers from reporting on what it loads, unless `verbose`."""
+    if not verbose:
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 @contextlib.contextmanager
 def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
     """What the runs of one process share: data, grader, engine. Yields the function that builds a run from its flags."""
-    if not args.verbose:
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        warnings.filterwarnings("ignore", category=FutureWarning)
-    tokenizer, stop_token_ids = load_tokenizer(args)
-    prompts, held_out = load_prompts(args, tokenizer)
+    quiet(args.verbose)
+    tokenizer, stop_token_ids, _ = load_tokenizer(args)
+    prompts, eval_sets = load_prompts(args, tokenizer)
     device, engine = start_process_group(), None
     try:
         with Grader(args.grader_workers) as grader:
@@ -444,7 +455,7 @@ def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
                 verbose=args.verbose,
             )
             engine.sleep()  # before the trainer's weights go to the GPU
-            yield lambda flags: Trainer(flags, engine, tokenizer, prompts, held_out, stop_token_ids, grader, device)
+            yield lambda flags: Trainer(flags, engine, tokenizer, prompts, eval_sets, stop_token_ids, grader, device)
     finally:
         if engine is not None:
             engine.close()

@@ -1,7 +1,7 @@
 """Checkpoints: written beside the old ones and renamed when complete, so that the newest one on disk is always whole.
 
 checkpoint-40/model/                      the policy in transformers format, with tokenizer
-              quality_head.safetensors    the quality head
+              quality_head.safetensors    the quality head and its calibration, for `tts.py` and other programs
               learner/                    float32 weights, optimizer, schedule (torch.distributed.checkpoint)
               state.pt                    everything else of the run; written last, so that it marks a complete checkpoint
 """
@@ -14,9 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from calibration import Calibrator, posterior_table
+from quality_head import QualityHead
 
 PREFIX = "checkpoint-"
 
@@ -38,15 +42,14 @@ def save(
     model: PreTrainedModel,
     weights: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
-    head: dict[str, Tensor] | None,
+    head: tuple[QualityHead, Calibrator, int] | None,
     learner: dcp.stateful.Stateful,
     state: dict,
     keep: int,
 ) -> Path:
     """Write `checkpoint-<step>` into `run`, then delete all but the newest `keep`. Returns its folder.
 
-    weights: the full policy by parameter name, in the type to save. head: the quality head's tensors. state: tensors and
-    primitives only. An older checkpoint is deleted only after this one is in place.
+    weights: the full policy by parameter name, in the type to save. head: see `save_head`. state: tensors and primitives only. An older checkpoint is deleted only after this one is in place.
     """
     final, temporary = run / f"{PREFIX}{step}", run / f".writing-{PREFIX}{step}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -54,7 +57,7 @@ def save(
     model.save_pretrained(temporary / "model", state_dict=weights)
     tokenizer.save_pretrained(temporary / "model")
     if head is not None:
-        save_file({name: tensor.contiguous() for name, tensor in head.items()}, temporary / "quality_head.safetensors")
+        save_head(temporary / "quality_head.safetensors", *head)
     dcp.save({"learner": learner}, checkpoint_id=temporary / "learner")
     torch.save(state, temporary / "state.pt")
     for path in temporary.rglob("*"):
@@ -71,6 +74,31 @@ def load(checkpoint: Path, learner: dcp.stateful.Stateful) -> dict:
     """Restore `learner` in place; returns the `state` that was saved. Raises if a part is missing or damaged."""
     dcp.load({"learner": learner}, checkpoint_id=checkpoint / "learner")
     return torch.load(checkpoint / "state.pt", weights_only=True)
+
+
+def save_head(path: Path, head: QualityHead, calibrator: Calibrator, detect_length: int) -> None:
+    """The head's weights, the calibration's counts c+ and c- of each bin, and what they were made with, in one file."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    tensors["calibration.positives"], tensors["calibration.negatives"] = calibrator.counts()
+    save_file(tensors, path, {"detect_length": str(detect_length), "alpha": str(calibrator.alpha)})
+
+
+def load_head(path: Path) -> tuple[QualityHead, Tensor | None, int | None]:
+    """The head, the posterior of each bin of its score (B,) fp64, and L_detect; None for what the file does not hold.
+
+    Raises ValueError, one sentence that names the file, if it holds no quality head.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+        counts = [tensors.pop(f"calibration.{kind}", None) for kind in ("positives", "negatives")]
+        width, hidden_size = tensors["hidden.weight"].shape
+        head = QualityHead(hidden_size, width)
+        head.load_state_dict(tensors)
+    except (SafetensorError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{path}: it holds no quality head ({str(error).splitlines()[0]})") from error
+    table = None if counts[0] is None else posterior_table(*counts, float(notes["alpha"]))
+    return head, table, int(notes["detect_length"]) if "detect_length" in notes else None
 
 
 def _flush(path: Path) -> None:

@@ -134,7 +134,12 @@ class Engine:
         where = (
             dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization)
             if self.on_gpu
-            else dict(enforce_eager=True, kv_cache_memory_bytes=int(kv_cache_gb * 2**30))
+            else dict(
+                enforce_eager=True,
+                kv_cache_memory_bytes=int(kv_cache_gb * 2**30),
+                # after a part of a prompt vLLM rewinds a rollout's own generator, which a CPU's cannot do
+                enable_chunked_prefill=False,
+            )
         )
         self.detect_length, self.max_model_len, self.max_num_seqs = detect_length, max_model_len, max_num_seqs
         self.llm = vllm.LLM(

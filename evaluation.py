@@ -12,19 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import data
 from data import DataError, Problem, Prompt
 from grader import Grader, Verdict
+from voting import pass_at_k
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from engine import Rollout
+    from engine import Engine, Rollout, Sampling
 
 # ------------------------------------------------------------------ benchmarks
 
@@ -86,12 +88,20 @@ def load_benchmark(spec: str, flag: str, seed_problems: int = 200) -> Benchmark:
             raise DataError(spec, "there is no problem in it", "name another set")
     except DataError as error:
         raise ValueError(f"{flag} {error}") from error
-    contents = json.dumps([[p.id, p.text, p.answer] for p in problems])
-    digest = hashlib.sha256(contents.encode()).hexdigest()[:12]
     repeated = len(problems) - len({p.text for p in problems})
     note = f", {repeated} of them repeated" if repeated else ""
-    report = f"{name}: {len(problems)} problems{note} from {source}, digest {digest}, headline {metric}"
-    return Benchmark(name, problems, metric, digest, report)
+    return _benchmark(name, problems, metric, f"{name}: {len(problems)} problems{note} from {source}")
+
+
+def _benchmark(name: str, problems: list[Problem], metric: str, report: str) -> Benchmark:
+    contents = json.dumps([[p.id, p.text, p.answer] for p in problems])
+    digest = hashlib.sha256(contents.encode()).hexdigest()[:12]
+    return Benchmark(name, problems, metric, digest, f"{report}, digest {digest}, headline {metric}")
+
+
+def held_out_benchmark(problems: list[Problem]) -> Benchmark:
+    """Problems that were taken out of a training set."""
+    return _benchmark("held-out", problems, "avg", f"held-out: {len(problems)} problems of the training set")
 
 
 def _held_out(spec: str, wanted: tuple[tuple[int, int], int], count: int) -> list[Problem]:
@@ -208,3 +218,55 @@ def grade_rollouts(
     texts = [("<think>" if opened[r.group] else "") + text for r, text in zip(survivors, texts, strict=True)]
     verdicts = iter(grader.grade(texts, [prompts[rollout.group].problem.answer for rollout in survivors]))
     return [None if rollout.finish == "pruned" else next(verdicts) for rollout in rollouts]
+
+
+# ------------------------------------------------------------------ scores during training
+
+PASS_K = 16  # of the paper's metric for the small sets
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A benchmark's prompts. Its `too_long` problems have none; they are sampled by nobody and count as wrong."""
+
+    name: str
+    metric: str
+    prompts: list[Prompt]
+    too_long: int
+
+
+def evaluate(
+    engine: Engine,
+    sets: list[EvalSet],
+    tokenizer: PreTrainedTokenizerBase,
+    grader: Grader,
+    sampling: Sampling,
+    n: int,
+    seed: int,
+) -> dict[str, float]:
+    """avg@n, pass@16 where there are so many samples, and the accuracy of one greedy sample, of every set.
+
+    Sets whose metric is pass@16 get 16 samples per problem at least. Keys are `eval/<set>/<score>`.
+    """
+    metrics: dict[str, float] = {}
+    for chosen in sets:
+        samples, size = (
+            max(n, PASS_K) if chosen.metric == f"pass@{PASS_K}" else n,
+            len(chosen.prompts) + chosen.too_long,
+        )
+        prompts = dict(enumerate(chosen.prompts))
+
+        def right(count: int, how: Sampling) -> list[int]:
+            """How many of `count` samples are right, for each problem."""
+            ids = {group: prompt.token_ids for group, prompt in prompts.items()}
+            rollouts = engine.generate(ids, count, how, seed=seed, progress=True) if ids else []
+            verdicts = grade_rollouts(rollouts, prompts, tokenizer, grader)
+            found = Counter(r.group for r, verdict in zip(rollouts, verdicts) if verdict.kind == "right")
+            return [found[group] for group in prompts]
+
+        counts, key = right(samples, sampling), f"eval/{chosen.name}"
+        metrics[f"{key}/avg@{samples}"] = sum(counts) / (samples * size)
+        if samples >= PASS_K:
+            metrics[f"{key}/pass@{PASS_K}"] = sum(pass_at_k(samples, count, PASS_K) for count in counts) / size
+        metrics[f"{key}/greedy"] = sum(right(1, replace(sampling, temperature=0.0, top_p=1.0))) / size
+    return metrics

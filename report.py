@@ -152,7 +152,7 @@ PHASES = ("generate", "grade", "logprob", "update", "head", "sync", "step")
 
 
 def summary(runs: dict[str, list[Metrics]]) -> str:
-    """The table of phases, tokens, balance and accuracy of one or two runs, the ratio of the first to the last behind.
+    """The tables of phases, tokens and balance of one or two runs, the ratio of the first to the last behind, and of evaluations.
 
     runs: name -> lines of metrics.jsonl. Medians are over the steps in which pruning was on, where there is such a step.
     """
@@ -184,11 +184,26 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
     row("positive ratio after pruning", "positive_kept", ".3f")
     row("zero-variance groups before pruning (estimate)", "zero_variance_before", ".3f")
     row("zero-variance groups after pruning", "zero_variance_after", ".3f")
-    for key, label in (("eval_accuracy", "held-out accuracy"), ("eval_greedy", "held-out accuracy, greedy")):
-        for when, index in (("before", 0), ("after", -1)):
-            values = [[m for m in runs[name] if key in m] for name in names]
-            cells = [f"{found[index][key]:.3f} (step {found[index]['step']:.0f})" if found else "-" for found in values]
-            rows.append([f"{label} {when}", *cells, *([""] if len(names) > 1 else [])])
+    return f"{_aligned(rows)}\n\n{_aligned(evaluations(runs))}" if len(evaluations(runs)) > 1 else _aligned(rows)
+
+
+def evaluations(runs: dict[str, list[Metrics]]) -> list[list[str]]:
+    """A heading, and a row for each evaluation of each run: its step and all of its scores."""
+    scores = {
+        key: key.removeprefix("eval/").replace("/", " ")
+        for m in sum(runs.values(), [])
+        for key in m
+        if key.startswith("eval/")
+    }
+    rows = [["evaluation", "step", *scores.values()]]
+    for name, lines in runs.items():
+        for m in lines:
+            if any(key in m for key in scores):
+                rows.append([name, f"{m['step']:.0f}", *(f"{m[key]:.3f}" if key in m else "-" for key in scores)])
+    return rows
+
+
+def _aligned(rows: list[list[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(

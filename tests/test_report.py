@@ -76,18 +76,27 @@ def test_summary_and_picture(tmp_path: Path) -> None:
         }
 
     runs = {
-        "GRPO": [{"step": 0, "eval_accuracy": 0.25}, step(1, 4.0, False), step(2, 6.0, False) | {"eval_accuracy": 0.5}],
+        "GRPO": [
+            {"step": 0, "eval/held-out/avg@4": 0.25},
+            step(1, 4.0, False),
+            step(2, 6.0, False) | {"eval/held-out/avg@4": 0.5},
+        ],
         "ARRoL": [
-            {"step": 0, "eval_accuracy": 0.25},
+            {"step": 0, "eval/held-out/avg@4": 0.25, "eval/amc23/pass@16": 0.5},
             step(1, 9.0, False),
             step(2, 2.0, True),
-            step(3, 3.0, True) | {"eval_accuracy": 0.75},
+            step(3, 3.0, True) | {"eval/held-out/avg@4": 0.75},
         ],
     }
     lines = summary(runs).splitlines()
     assert next(line for line in lines if line.startswith("whole step")).split()[-3:] == ["5.000", "2.500", "2.00x"]
-    assert [line.split()[-3] for line in lines if line.startswith("held-out accuracy after")] == ["0.750"]
+    table = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert table[0] == ["evaluation", "step", "held-out", "avg@4", "amc23", "pass@16"]
+    assert table[2:] == [
+        ["GRPO", "0", "0.250", "-"],
+        ["GRPO", "2", "0.500", "-"],
+        ["ARRoL", "0", "0.250", "0.500"],
+        ["ARRoL", "3", "0.750", "-"],
+    ]
     plot_reward(runs, tmp_path / "reward.png")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-
-

@@ -23,7 +23,6 @@ from arrol import Trainer
 from engine import Engine, NothingScored
 from grader import Grader, Verdict
 from grpo import SamplerGapError
-from quality_head import QualityHead
 
 ROOT = Path(arrol.__file__).parent
 
@@ -197,8 +196,6 @@ def test_checkpoints_are_chosen_by_number_and_only_when_complete(tmp_path: Path)
 
 
 def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[..., Trainer]) -> None:
-    from safetensors.torch import load_file
-
     run = trainer(steps=3, checkpoint_every=1, keep_checkpoints=2)
     run.run("test")
     folder = Path(run.args.output)
@@ -206,8 +203,13 @@ def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[...,
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-3" / "model", dtype=torch.float32)
     assert same(dict(model.named_parameters()), weights(run))
     assert AutoTokenizer.from_pretrained(folder / "checkpoint-3" / "model").encode("1+2=?\n")
-    head = QualityHead(model.config.hidden_size, run.args.head_width)
-    head.load_state_dict(load_file(folder / "checkpoint-3" / "quality_head.safetensors"))
+    head, table, detect_length = checkpoint.load_head(folder / "checkpoint-3" / "quality_head.safetensors")
+    states = torch.randn(5, model.config.hidden_size)
+    assert torch.equal(head(states), run.pruner.head(states)) and detect_length == run.args.detect_length
+    centres = (torch.arange(len(table)) + 0.5) / len(table)
+    assert len(table) == run.args.bins and torch.equal(table, run.pruner.calibrator.posterior(centres))
+    with pytest.raises(ValueError, match="no quality head"):
+        checkpoint.load_head(folder / "checkpoint-3" / "model" / "model.safetensors")
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(

@@ -1,0 +1,115 @@
+"""Candidates that are stopped while they are sampled: by the quality head at L_detect, or by confidence, as DeepConf does online.
+
+Each plan samples the same candidates again (they have seeds of their own) and is compared with letting all of them finish.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import voting
+from calibration import SystematicDraw, bin_index, solve_bias, survival_probability
+from confidence import Confidence
+from engine import Decision, Rollout
+from judge import Candidates, hits, with_interval
+from quality_head import QualityHead
+
+if TYPE_CHECKING:
+    from tts import Bench, TtsArgs
+
+STEEP = 1e6  # slope of survival in the posterior, so that the better ones of a group go on for certain
+
+
+class KeepBetter:
+    """At L_detect, the better ones of each problem's candidates go on: survival by posterior alone, no balance target.
+
+    p = clip(kappa + delta_g + slope * q, 0, 1), the slope so steep that all with a posterior above some level survive, none below
+    it, and those on it (a bin holds many) share what is left. delta_g gives E[p] = kappa over those of the group that have arrived.
+    table: posterior of each bin of the score; without one (a head that came without its calibration), the score itself.
+    """
+
+    def __init__(self, head: QualityHead, table: Tensor | None, keep_ratio: float, seed: int) -> None:
+        self.head, self.table, self.keep_ratio = head, table, keep_ratio
+        self.draw = SystematicDraw(torch.Generator().manual_seed(seed))
+        self.arrived: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
+        scores = self.head(states).sigmoid().cpu()
+        q = scores.double() if self.table is None else self.table[bin_index(scores, len(self.table))]
+        group, p = torch.tensor(groups), torch.ones(len(groups), dtype=torch.float64)
+        for name in dict.fromkeys(groups):
+            rows = group == name
+            self.arrived[name] = torch.cat([self.arrived.get(name, q[:0]), q[rows]])
+            if self.keep_ratio < 1:
+                bias = solve_bias(STEEP * self.arrived[name], self.keep_ratio, 0.0, 1.0)
+                p[rows] = survival_probability(STEEP * q[rows], bias, self.keep_ratio, 0.0, 1.0)
+        rows = zip(self.draw(p, group).tolist(), scores.tolist(), q.tolist(), p.tolist())
+        return [Decision(*row) for row in rows]
+
+
+def stop_by_head(bench: Bench, table: Tensor | None) -> tuple[list[Rollout], list[Candidates]]:
+    """All candidates again, of which the head stops the worse ones at L_detect."""
+    pruner = KeepBetter(bench.judge.head, table, bench.args.keep_ratio, bench.args.seed)
+    rollouts = bench.sample(bench.args.n, pruner=pruner)
+    return rollouts, bench.candidates(rollouts)
+
+
+def stop_by_confidence(bench: Bench, whole: list[Rollout]) -> tuple[list[Rollout], list[Candidates]]:
+    """DeepConf online: the first `warmup` candidates run to their end and set a floor for the problem, the quantile of their lowest
+    windows over which `share` of them lie; the others are stopped when a window falls below it. What lies below does not vote.
+
+    whole: all n candidates of every problem, sampled to their end; the first ones are the warm-up.
+    """
+    args = bench.args
+    warm = [rollout for i, rollout in enumerate(whole) if i % args.n < args.warmup]
+    lowest: dict[int, list[float]] = {}
+    for rollout in warm:
+        lowest.setdefault(rollout.group, []).append(voting.lowest_window(rollout.confidences, args.window))
+    floors = {group: float(np.quantile(values, 1 - args.share)) for group, values in lowest.items()}
+    rest = bench.sample(args.n - args.warmup, args.warmup, confidence=Confidence(args.window, floors))
+    voters = [
+        rollout
+        for rollout in warm + rest
+        if rollout.finish != "pruned"
+        and voting.lowest_window(rollout.confidences, args.window) >= floors[rollout.group]
+    ]
+    return warm + rest, bench.candidates(voters)
+
+
+def compare(
+    name: str,
+    rollouts: list[Rollout],
+    stopped: list[Candidates],
+    whole: list[Rollout],
+    rule: str,
+    every: list[Candidates],
+    args: TtsArgs,
+) -> dict[str, object]:
+    """A row of the early-stop table: tokens, share saved, accuracy of a rule, and the difference from all candidates, by problem."""
+    tokens, of_all = (sum(len(rollout.token_ids) for rollout in some) for some in (rollouts, whole))
+    before, after = hits(every, args.share)[rule], hits(stopped, args.share)[rule]
+    return {
+        "plan": name,
+        "rule": rule,
+        "tokens": tokens,
+        "saved": 1 - tokens / of_all,
+        "stopped": sum(rollout.finish == "pruned" for rollout in rollouts) / len(rollouts),
+        "accuracy": with_interval(after, args.seed),
+        "difference": with_interval([b - a for a, b in zip(before, after)], args.seed),
+    }
+
+
+def early_stop(bench: Bench, whole: list[Rollout], every: list[Candidates], table: Tensor | None) -> list[dict]:
+    rows = []
+    if bench.judge.head is not None:
+        plan = stop_by_head(bench, table)
+        rows += [compare("head at L_detect", *plan, whole, rule, every, bench.args) for rule in ("majority", "ARRoL")]
+    plan = stop_by_confidence(bench, whole)
+    for rule in ("majority", "DeepConf, lowest window"):
+        rows.append(compare("DeepConf online", *plan, whole, rule, every, bench.args))
+    return rows
