@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
@@ -152,24 +152,37 @@ class Policy(nn.Module):
         return logprobs, entropy
 
 
-def shard(policy: Policy, device: torch.device, gradient_checkpointing: bool = False) -> Policy:
+def shard(
+    policy: Policy, device: torch.device, gradient_checkpointing: bool = False, offload: bool = False
+) -> Policy:
     """Put `policy` on `device` under FSDP2, at any number of ranks, one included. Needs a process group.
 
     Master weights, gradients and optimizer state are float32; on a GPU the passes run in bfloat16. Each decoder layer
     is gathered by itself, so that one layer's bfloat16 copy is alive at a time. `gradient_checkpointing` keeps only the
-    inputs of layers and computes the rest again in backward. Returns `policy`, changed in place.
+    inputs of layers and computes the rest again in backward. `offload` keeps all three, and the optimizer's work, in main
+    memory. Returns `policy`, changed in place.
     """
-    policy.to(device=device, dtype=torch.float32)
+    policy.to(dtype=torch.float32)  # fully_shard moves it, layer by layer: no rank ever holds all of it on a GPU
     layers = policy.model.model.layers
     if gradient_checkpointing:
         policy.model.gradient_checkpointing_enable()
         for layer in layers:
             layer.training = True  # transformers asks for training mode here; dropout inside the layer stays off
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    on_gpu = device.type == "cuda"
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
+    place = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
     for module in [*layers, policy]:
-        fully_shard(module, mesh=mesh, mp_policy=bfloat16 if device.type == "cuda" else MixedPrecisionPolicy())
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=place)
     return policy
+
+
+def compute_device(policy: nn.Module) -> torch.device:
+    """Where the passes of `policy` run: of an offloaded one, not where its parameters are."""
+    parameter = next(policy.parameters())
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
 
 
 @torch.no_grad()
@@ -297,7 +310,7 @@ class Learner:
             raise ValueError("with several ranks the policy must come from shard(): nothing else adds their gradients")
         self.policy, self.reference, self.config = policy, reference, config
         self.grad_clip, self.token_budget, self.minibatches = grad_clip, token_budget, minibatches
-        self.device = next(policy.parameters()).device
+        self.device = compute_device(policy)
         parameters = list(policy.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
         # Creates the moments, by a step with zero gradients at lr 0. That step must not count, or a checkpoint from

@@ -585,11 +585,11 @@ def full(parameters: Iterator[Tensor]) -> list[Tensor]:
     return [p.detach().full_tensor() for p in parameters]
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("option", [None, "gradient_checkpointing", "offload"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_one_rank_of_fsdp_equals_the_plain_module(one_rank: None, tied: bool, gradient_checkpointing: bool) -> None:
+def test_one_rank_of_fsdp_equals_the_plain_module(one_rank: None, tied: bool, option: str | None) -> None:
     plain = make_learner(Policy(make_model(tied=tied), 1.0, 16), minibatches=2, grad_clip=0.1)
-    policy = shard(Policy(make_model(tied=tied), 1.0, 16), CPU, gradient_checkpointing)
+    policy = shard(Policy(make_model(tied=tied), 1.0, 16), CPU, **({option: True} if option else {}))
     sharded = make_learner(policy, minibatches=2, grad_clip=0.1)
     for step in range(3):
         left, right = (learner.update(make_sequences(7, step), NO_LIMIT) for learner in (plain, sharded))
