@@ -30,6 +30,7 @@ class KeepBetter:
     p = clip(kappa + delta_g + slope * q, 0, 1), the slope so steep that all with a posterior above some level survive, none below
     it, and those on it (a bin holds many) share what is left. delta_g gives E[p] = kappa over those of the group that have arrived.
     table: posterior of each bin of the score; without one (a head that came without its calibration), the score itself.
+    A candidate whose score is not a number goes on and does not count among those that have arrived.
     """
 
     def __init__(self, head: QualityHead, table: Tensor | None, keep_ratio: float, seed: int) -> None:
@@ -40,12 +41,14 @@ class KeepBetter:
     @torch.no_grad()
     def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
         scores = self.head(states).sigmoid().cpu()
-        q = scores.double() if self.table is None else self.table[bin_index(scores, len(self.table))]
+        known, q = ~scores.isnan(), scores.double()
+        if self.table is not None:
+            q[known] = self.table[bin_index(scores[known], len(self.table))]
         group, p = torch.tensor(groups), torch.ones(len(groups), dtype=torch.float64)
         for name in dict.fromkeys(groups):
-            rows = group == name
+            rows = (group == name) & known
             self.arrived[name] = torch.cat([self.arrived.get(name, q[:0]), q[rows]])
-            if self.keep_ratio < 1:
+            if self.keep_ratio < 1 and rows.any():
                 bias = solve_bias(STEEP * self.arrived[name], self.keep_ratio, 0.0, 1.0)
                 p[rows] = survival_probability(STEEP * q[rows], bias, self.keep_ratio, 0.0, 1.0)
         rows = zip(self.draw(p, group).tolist(), scores.tolist(), q.tolist(), p.tolist())
