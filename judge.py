@@ -28,13 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Candidates:
-    """The complete candidates of one problem, what voting needs of them, and which of their answers' classes are right."""
+    """The complete candidates of one problem, what voting needs of them, and which of their answers' classes are right.
+
+    unsure: how many of their signals were not finite numbers, see `_finite`.
+    """
 
     rollouts: list[Rollout] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     classes: list[voting.Class] = field(default_factory=list)
     signals: dict[str, list[float]] = field(default_factory=dict)
     right: set[int] = field(default_factory=set)
+    unsure: int = 0
 
     @property
     def count_right(self) -> int:
@@ -66,7 +70,9 @@ class Judge:
             answers = [verdict.answer for verdict in candidates.verdicts]
             kinds = {verdict.answer: verdict.kind for verdict in candidates.verdicts}
             candidates.classes = voting.answer_classes(answers, self.grader.equivalent)
-            candidates.signals = self._signals(candidates.rollouts)
+            raw = self._signals(candidates.rollouts)
+            candidates.signals = {name: _finite(values) for name, values in raw.items()}
+            candidates.unsure = sum(not math.isfinite(value) for values in raw.values() for value in values)
             spelling = {c: voting.representative(answers, candidates.classes, c) for c in set(candidates.classes)}
             candidates.right = {c for c, answer in spelling.items() if c is not None and kinds[answer] == "right"}
         return list(found.values())
@@ -89,6 +95,15 @@ class Judge:
             states = [rollout.last_state for rollout in rollouts]
             signals["head"] = self.head(torch.stack(states)).tolist() if states else []
         return signals
+
+
+def _finite(values: list[float]) -> list[float]:
+    """A number that overflowed vouches for nothing: it becomes the lowest of the problem's others, and all 0 if there is none.
+
+    A rule would refuse to rank it, and end the program when everything has been sampled.
+    """
+    least = min(filter(math.isfinite, values), default=0.0)
+    return [value if math.isfinite(value) else least for value in values]
 
 
 def hits(problems: Sequence[Candidates], share: float) -> dict[str, list[float]]:
