@@ -55,7 +55,7 @@ class TtsArgs:
     keep_ratio: float = flag(0.5, "early stop: share of a problem's scored candidates that go on (κ)")
     warmup: int = flag(16, "early stop: complete traces of a problem that set DeepConf's floor")
     trained_on: str = flag("", "training set (as --dataset of arrol.py): count the problems that are in it")
-    output: str = flag("", "folder for the results (default: runs/, the time and the set)")
+    output: str = flag("", "folder for the results (default: runs/ and the time)")
     max_num_seqs: int = flag(512, "candidates that vLLM decodes at once")
     gpu_memory_utilization: float = flag(0.9, "share of the GPU that vLLM may use")
     kv_cache_gb: float = flag(4.0, "vLLM's KV cache on a CPU, in GiB")
@@ -113,18 +113,24 @@ def first_problem(args: TtsArgs) -> str | None:
         ("share", 0 < args.share <= 1, "must lie in (0, 1]"),
         ("keep_ratio", 0 < args.keep_ratio <= 1, "must lie in (0, 1]"),
         ("detect_length", 1 <= args.detect_length, "must be at least 1"),
+        ("n", not args.early_stop or args.n > 1, "--early-stop needs several candidates"),
         (
             "warmup",
             not args.early_stop or 1 <= args.warmup < args.n,
             f"must lie in 1..{args.n - 1}, below --n {args.n}",
         ),
-        ("early_stop", not args.early_stop or args.n > 1, f"needs several candidates, not --n {args.n}"),
+        (
+            "detect_length",
+            not args.early_stop or args.detect_length < args.max_length,
+            f"must be below --max-length {args.max_length}, or nothing is ever stopped there",
+        ),
         ("max_length", args.max_prompt < args.max_length, f"must exceed --max-prompt {args.max_prompt}"),
         ("gpu_memory_utilization", 0 < args.gpu_memory_utilization < 1, "must lie in (0, 1)"),
         ("kv_cache_gb", args.kv_cache_gb > 0, "must be above 0"),
         ("max_num_seqs", args.max_num_seqs >= 1, "must be at least 1"),
         ("grader_workers", args.grader_workers >= 1, "must be at least 1"),
         ("head", not args.head or Path(args.head).is_file(), "there is no such file"),
+        ("output", not Path(args.output).is_file(), "that is a file; name a folder"),
         (
             "output",
             not Path(args.output, "scores.json").exists(),
@@ -204,16 +210,17 @@ def run(args: TtsArgs, benchmark: Benchmark, bench: Bench, table: Tensor | None)
     every = bench.candidates(whole)
     write_candidates(folder / "candidates.jsonl", bench, every)
     scores = sample_scores(every, args.n)
-    votes = hits(every, args.share)
+    votes, unsure = hits(every, args.share), sum(candidates.unsure for candidates in every)
     results = {
         "settings": dataclasses.asdict(args),
         "set": dataclasses.asdict(benchmark) | {"problems": len(benchmark.problems)},
         "counts": {
-            "prompts too long, counted as wrong": bench.too_long,
+            "prompts too long (they count as wrong)": bench.too_long,
             "candidates": len(whole),
             "tokens": sum(len(rollout.token_ids) for rollout in whole),
             "cut at the length limit": sum(rollout.finish == "length" for rollout in whole),
             **Counter(verdict.kind for candidates in every for verdict in candidates.verdicts),
+            **({"scores that are no number (they rank lowest)": unsure} if unsure else {}),
         },
         "samples": {name: with_interval(values, args.seed) for name, values in scores.items()},
         "votes": {name: with_interval(values, args.seed) for name, values in votes.items()},
@@ -221,8 +228,9 @@ def run(args: TtsArgs, benchmark: Benchmark, bench: Bench, table: Tensor | None)
     }
     if args.n > 1:
         results["curve"] = {"sizes": voting.sizes(args.n)} | candidates_curve(every, args.n, args.share, args.seed)
-        plot(results, folder / "votes.png")
     save(results, folder)
+    if args.n > 1:
+        plot(results, folder / "votes.png")
     if args.early_stop:
         results["early_stop"] = early_stop(bench, whole, every, table)
         save(results, folder)
@@ -316,12 +324,18 @@ def prepare(args: TtsArgs) -> tuple[Benchmark, QualityHead | None, Tensor | None
         benchmark = load_benchmark(args.data, "--data")
         head, table = (None, None)
         if args.head:
-            head, table, detect_length = load_head(Path(args.head))
+            try:
+                head, table, detect_length = load_head(Path(args.head))
+            except ValueError as error:
+                raise ValueError(f"--head {error}") from error
             if args.early_stop and detect_length not in (None, args.detect_length):
                 raise ValueError(f"--detect-length {args.detect_length}: {args.head} was trained at {detect_length}")
         print(benchmark.report)
         if args.trained_on:
-            seen = contaminated(benchmark.problems, data.load(args.trained_on)[0])
+            try:
+                seen = contaminated(benchmark.problems, data.load(args.trained_on)[0])
+            except ValueError as error:
+                raise ValueError(str(error).replace("--dataset", "--trained-on", 1)) from error
             print(f"contaminated: {len(seen)} of {len(benchmark.problems)} problems are in {args.trained_on}")
     except ValueError as error:
         fail(str(error))
@@ -369,7 +383,8 @@ def main(args: TtsArgs) -> int:
     benchmark, head, table = prepare(args)
     with workbench(args, benchmark, head) as bench:
         results = run(args, benchmark, bench, table)
-    print(f"\n{show(results)}\n\nresults: {args.output}  (scores.json, candidates.jsonl, votes.png)")
+    files = "scores.json, candidates.jsonl" + (", votes.png" if args.n > 1 else "")
+    print(f"\n{show(results)}\n\nresults: {args.output}  ({files})")
     return 0
 
 
