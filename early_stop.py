@@ -39,7 +39,7 @@ class KeepBetter:
         self.arrived: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
+    def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
         scores = self.head(states).sigmoid().cpu()
         known, q = ~scores.isnan(), scores.double()
         if self.table is not None:

@@ -60,6 +60,7 @@ class Rollout:
     posterior: float | None = None  # q
     survival: float | None = None  # p
     confidences: np.ndarray | None = None  # (tokens,) fp64: H_t of each token, if asked for
+    sample: int = 0  # its number within the group
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,11 @@ class Decision:
 class Pruner(Protocol):
     """All that the engine knows of a pruning method."""
 
-    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
-        """`states` (N, hidden) fp32 on the CPU and `groups` (N) of rollouts that just reached L_detect, in a fixed order."""
+    def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
+        """`states` (N, hidden) fp32 on the CPU, `groups` and `samples` (N) of rollouts that just reached L_detect.
+
+        Rows are ordered by group, as the prompts were given, then by sample, not by how vLLM happens to batch them.
+        """
         ...
 
 
@@ -239,7 +243,7 @@ class Engine:
                     if rollout_seeds:
                         params = params.clone()
                         params.seed = random.Random(f"{seed}-{group}-{sample}").getrandbits(62)
-                    rollouts.append(Rollout(group))
+                    rollouts.append(Rollout(group, sample=sample))
                     live[self._add(prompt, params)] = rollouts[-1]
             with tqdm(
                 total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=None if progress else True
@@ -289,7 +293,7 @@ class Engine:
         """Queue one request; returns vLLM's internal id, the one that the model runner knows."""
         self._next_id += 1
         internal = self.engine.add_request(str(self._next_id), {"prompt_token_ids": prompt}, params)
-        if internal.rpartition("-")[0] != str(self._next_id):
+        if not internal.startswith(f"{self._next_id}-"):
             raise RuntimeError(
                 f"vLLM calls request {self._next_id} {internal}: the hook expects random characters behind a dash"
             )
@@ -319,7 +323,7 @@ class Engine:
             [row for row, internal in enumerate(ids) if internal in finished] if finished and self._last_states else []
         )
         at_detect = np.flatnonzero(delivered == self.detect_length).tolist() if pruner is not None else []
-        reached = [row for row in at_detect if ids[row] in live]
+        reached = sorted((row for row in at_detect if ids[row] in live), key=lambda row: _number(ids[row]))
         if ended or reached:
             states = hidden[torch.tensor(ended + reached, device=hidden.device)].float().cpu()
             for row, state in zip(ended, states):
@@ -332,10 +336,9 @@ class Engine:
 
     def _decide(self, reached: list[str], states: Tensor, live: dict[str, Rollout], pruner: Pruner) -> None:
         dropped = []
-        for internal, state, decision in zip(
-            reached, states, pruner.decide(states, [live[i].group for i in reached]), strict=True
-        ):
-            rollout = live[internal]
+        arrived = [live[internal] for internal in reached]
+        decisions = pruner.decide(states, [r.group for r in arrived], [r.sample for r in arrived])
+        for internal, rollout, state, decision in zip(reached, arrived, states, decisions, strict=True):
             rollout.detect_state = state
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
             if not decision.keep:
@@ -357,7 +360,7 @@ class Engine:
             self.engine.abort_request(internals, internal=True)
             self._aborted.update(internals)
             for internal in internals:
-                self._internal.pop(internal.rpartition("-")[0], None)  # gone, if interrupted within _collect
+                self._internal.pop(str(_number(internal)), None)  # gone, if interrupted within _collect
             if not self._aborted.isdisjoint(self.engine.output_processor.request_states):
                 raise RuntimeError("vLLM did not abort a request")
 
@@ -412,3 +415,8 @@ class Engine:
         del self.runner, self.engine, self.llm, self._compute_logits
         core.shutdown()
         gc.collect()
+
+
+def _number(internal: str) -> int:
+    """The running number of the request that vLLM calls `internal`."""
+    return int(internal.partition("-")[0])

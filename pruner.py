@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import defaultdict
 
 import torch
@@ -20,6 +21,8 @@ class Pruner:
 
     `--prune random` is the same object with p = κ: its head learns and is measured, and decides nothing.
     One object per run; `begin` is called before each generation, `decide` by the engine, `learn` after grading.
+    A decision depends on the rollout's group and on nothing else that is sampled: draws are a function of seed, step, group and
+    sample. So it does not matter on which rank a group is, nor how many there are.
     """
 
     def __init__(self, args: Args, hidden_size: int, device: torch.device | str = "cpu") -> None:
@@ -29,30 +32,32 @@ class Pruner:
             self.head, args.head_lr, passes=args.head_passes, capacity=args.head_buffer, seed=args.seed
         )
         self.calibrator = Calibrator(args.bins, args.alpha, args.window)
-        self.generator = torch.Generator().manual_seed(args.seed)  # never the global one: the engine reseeds that
-        self.due = self.active = False  # whether pruning should be on; whether it can be: something was scored and labelled
+        self.due = self.active = (
+            False  # whether pruning should be on; whether it can be: something was scored and labelled
+        )
 
     def begin(self, step: int) -> None:
-        """Start a generation of training step `step` (from 1). Nothing is pruned in the cold start or at κ = 1."""
+        """Start the generations of training step `step` (from 1). Nothing is pruned in the cold start or at κ = 1."""
         self.due = self.args.keep_ratio < 1 and step > self.args.cold_start
         self.active = self.due and self.calibrator.ready
-        self.draw = SystematicDraw(self.generator)
+        self.step = step
+        self.draws: dict[int, SystematicDraw] = {}
         self.alive: dict[int, int] = defaultdict(lambda: self.args.group_size)
         self.posteriors, self.groups = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
 
     @torch.no_grad()
-    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
-        """Decisions on rollouts that just reached L_detect: `states` (N, hidden), `groups` (N)."""
+    def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
+        """Decisions on rollouts that just reached L_detect: `states` (N, hidden), `groups` and `samples` (N)."""
         scores, group = self.head(states).sigmoid().cpu(), torch.tensor(groups)
         q = self.calibrator.posterior(scores)
         p = self._survival(q, group) if self.active else torch.ones(len(groups), dtype=torch.float64)
-        keep = self.draw(p, group) if self.args.survival == "systematic" else draw_bernoulli(p, self.generator)
-        return [self._decision(*row) for row in zip(groups, keep.tolist(), scores.tolist(), q.tolist(), p.tolist())]
+        keep = self._draw(p, groups, samples)
+        return [self._decision(*row) for row in zip(groups, keep, scores.tolist(), q.tolist(), p.tolist())]
 
     def _survival(self, q: Tensor, group: Tensor) -> Tensor:
         a = self.args
         if a.prune == "random":
-            return torch.where(q.isnan(), 1.0, a.keep_ratio)
+            return torch.full_like(q, a.keep_ratio).masked_fill(q.isnan(), 1.0)
         if a.tilt == "printed":
             tilt = tilt_printed(q, a.balance, a.positive_target)
         else:  # a group's mean is over all its members that have arrived so far
@@ -60,6 +65,26 @@ class Pruner:
             tilt = tilt_group(self.posteriors, self.groups, a.keep_ratio, a.balance, a.positive_target)[-len(q) :]
         bias = self.calibrator.bias(a.tilt, a.keep_ratio, a.balance, a.positive_target, a.p_min, a.p_max)
         return survival_probability(tilt, bias, a.keep_ratio, a.p_min, a.p_max)
+
+    def _draw(self, p: Tensor, groups: list[int], samples: list[int]) -> list[bool]:
+        """Keep decisions, each group's from a generator of its own: never the global one, which the engine reseeds."""
+        keep, rows = [True] * len(p), defaultdict(list)
+        for row, group in enumerate(groups):
+            rows[group].append(row)
+        for group, members in rows.items():
+            seed = random.Random(f"{self.args.seed}-{self.step}-{group}").getrandbits(62)
+            generator = torch.Generator().manual_seed(seed)
+            if self.args.survival == "systematic":
+                draw = self.draws.setdefault(group, SystematicDraw(generator))
+                drawn = draw(p[members], torch.full((len(members),), group))
+            else:  # a draw for each of the group's samples, of which these rollouts have arrived
+                numbers = [samples[row] for row in members]
+                whole = torch.zeros(self.args.group_size, dtype=torch.float64)
+                whole[numbers] = p[members]
+                drawn = draw_bernoulli(whole, generator)[numbers]
+            for row, kept in zip(members, drawn.tolist()):
+                keep[row] = kept
+        return keep
 
     def _decision(self, group: int, keep: bool, score: float, q: float, p: float) -> Decision:
         if self.alive[group] <= self.args.min_survivors:
@@ -94,13 +119,8 @@ class Pruner:
         return metrics | {"prior": self.calibrator.prior, "scores_rejected": float(self.calibrator.rejected)}
 
     def state_dict(self) -> dict:
-        return {
-            "trainer": self.trainer.state_dict(),
-            "calibrator": self.calibrator.state_dict(),
-            "generator": self.generator.get_state(),
-        }
+        return {"trainer": self.trainer.state_dict(), "calibrator": self.calibrator.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         self.trainer.load_state_dict(state["trainer"])
         self.calibrator.load_state_dict(state["calibrator"])
-        self.generator.set_state(state["generator"])

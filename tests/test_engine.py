@@ -36,7 +36,7 @@ class Keep:
     def __init__(self, rule: Callable[[int], bool] = lambda number: True) -> None:
         self.rule, self.shown = rule, []
 
-    def decide(self, states: Tensor, groups: list[int]) -> list[Decision]:
+    def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
         decisions = [Decision(self.rule(len(self.shown) + i), score=0.25) for i in range(len(groups))]
         self.shown += groups
         return decisions

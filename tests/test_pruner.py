@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from args import Args, parse
-from engine import Rollout
+from engine import Decision, Rollout
 from pruner import Pruner
 
 HIDDEN = 8
@@ -34,12 +34,19 @@ def arrivals(groups: int, size: int, seed: int) -> tuple[Tensor, list[int], list
     return states, (group + 1000 * seed).tolist(), labels.tolist()
 
 
+def decide(pruner: Pruner, states: Tensor, ids: list[int]) -> list[Decision]:
+    """Decisions on rollouts that arrive together, each group from its first sample on."""
+    return pruner.decide(states, ids, [ids[:row].count(group) for row, group in enumerate(ids)])
+
+
 def one_step(pruner: Pruner, step: int, groups: int = 16, size: int = 16) -> list[tuple[Rollout, float]]:
     """A training step of the pruner alone, arrivals in two parts as an engine delivers them; rollouts with their true labels."""
     states, ids, labels = arrivals(groups, size, step)
+    samples = list(range(size)) * groups
     pruner.begin(step)
-    half = len(ids) // 2 + 3
-    decisions = pruner.decide(states[:half], ids[:half]) + pruner.decide(states[half:], ids[half:])
+    decisions: list[Decision] = []
+    for part in (slice(len(ids) // 2 + 3), slice(len(ids) // 2 + 3, None)):
+        decisions += pruner.decide(states[part], ids[part], samples[part])
     rollouts = [
         Rollout(group, [0] * 20, [], "stop" if d.keep else "pruned", state, state, d.score, d.posterior, d.survival)
         for group, state, d in zip(ids, states, decisions)
@@ -108,7 +115,7 @@ def test_a_state_that_is_not_a_number_is_kept_and_never_learnt_from() -> None:
     pruner.begin(5)
     states, ids, _ = arrivals(2, 16, 5)
     states[3] = float("nan")
-    decisions = pruner.decide(states, ids)
+    decisions = decide(pruner, states, ids)
     assert decisions[3].keep and not all(d.keep for d in decisions)
     metrics = pruner.learn(
         [Rollout(ids[3], [0] * 20, [], "stop", states[3], states[3], decisions[3].score, decisions[3].posterior, 1.0)],
@@ -122,7 +129,7 @@ def test_the_head_learns_and_is_judged_on_what_it_has_not_seen() -> None:
     one_step(pruner, 1)
     pruner.begin(2)
     states, ids, labels = arrivals(16, 16, 2)
-    decisions = pruner.decide(states, ids)
+    decisions = decide(pruner, states, ids)
     rollouts = [
         Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, d.survival)
         for g, s, d in zip(ids, states, decisions)
@@ -137,25 +144,25 @@ def test_the_head_learns_and_is_judged_on_what_it_has_not_seen() -> None:
 
 def test_unjudged_rollouts_teach_nothing() -> None:
     """miles#2800: a grader's time-out is no negative label."""
-    pruner = Pruner(settings(), HIDDEN)
+    pruner = Pruner(settings(head_states="detect"), HIDDEN)
     states, ids, _ = arrivals(1, 4, 1)
     pruner.begin(1)
     rollouts = [
         Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, 1.0)
-        for g, s, d in zip(ids, states, pruner.decide(states, ids))
+        for g, s, d in zip(ids, states, decide(pruner, states, ids))
     ]
     pruner.learn(rollouts, [1.0, None, 0.0, 1.0])
     assert pruner.trainer.count == 3 and pruner.calibrator.prior == pytest.approx(2 / 3)
 
 
 def test_a_restored_pruner_decides_as_the_one_that_was_saved(tmp_path) -> None:
-    """transformers#40500: the generator must come back too, under weights_only."""
+    """transformers#40500: all of it must come back, the head's generator too, under weights_only."""
     straight, first = Pruner(settings(), HIDDEN), Pruner(settings(), HIDDEN)
     for step in range(1, 5):
         one_step(straight, step)
         one_step(first, step)
     torch.save(first.state_dict(), tmp_path / "state.pt")
-    second = Pruner(settings(seed=9), HIDDEN)
+    second = Pruner(settings(), HIDDEN)
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     for step in range(5, 8):
         expected, got = one_step(straight, step), one_step(second, step)
@@ -174,3 +181,42 @@ def test_seeds_differ_although_the_engine_reseeds_the_process() -> None:
         return [r.finish == "pruned" for step in range(1, 5) for r, _ in one_step(pruner, step)]
 
     assert decisions(1) != decisions(2) and decisions(1) == decisions(1)
+
+
+@pytest.mark.parametrize("survival", ["bernoulli", "systematic"])
+@pytest.mark.parametrize("changes", [{}, {"tilt": "printed"}, {"prune": "random"}, {"keep_ratio": 0.1, "p_min": 0.01}])
+def test_a_group_is_decided_on_alike_whatever_else_is_sampled(survival: str, changes: dict) -> None:
+    """So that it does not matter on which rank it is: alone, or among others that arrive before, after and between."""
+    everyone, alone = (
+        Pruner(settings(survival=survival, **changes), HIDDEN),
+        Pruner(settings(survival=survival, **changes), HIDDEN),
+    )
+    for step in range(1, 5):
+        one_step(everyone, step)
+        one_step(alone, step)
+    states, ids, _ = arrivals(8, 16, 5)
+    everyone.begin(5)
+    among = decide(everyone, states, ids)
+    alone.begin(5)
+    assert any(not decision.keep for decision in among)
+    for group in reversed(sorted(set(ids))):
+        mine = [row for row, other in enumerate(ids) if other == group]
+        for row, decision in zip(mine, decide(alone, states[mine], [group] * 16)):
+            assert decision.keep == among[row].keep and decision.survival == pytest.approx(
+                among[row].survival, abs=1e-6
+            )
+
+
+def test_a_sample_has_its_own_draw() -> None:
+    """Bernoulli: with p the same for all, who survives does not depend on who arrives first. No two groups or steps share draws."""
+    pruner = Pruner(settings(prune="random", min_survivors=0), HIDDEN)
+    for step in range(1, 4):
+        one_step(pruner, step)
+
+    def kept(step: int, group: int, samples: list[int]) -> list[bool]:
+        pruner.begin(step)
+        return [d.keep for d in pruner.decide(torch.zeros(16, HIDDEN), [group] * 16, samples)]
+
+    forwards = list(range(16))
+    assert kept(4, 7, forwards[::-1]) == kept(4, 7, forwards)[::-1]
+    assert len({tuple(kept(step, group, forwards)) for step in (4, 5) for group in range(20)}) == 40
