@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -50,7 +51,8 @@ class Args:
     # one step
     steps: int = flag(200, "training steps")
     prompts: int = flag(
-        64, "prompts per step; with 16 rollouts each, what one 96 GB GPU trains 1.7B with (the paper gives none)"
+        64,
+        "prompts per step, of all ranks; with 16 rollouts each, what one 96 GB GPU trains 1.7B with (the paper gives none)",
     )
     group_size: int = flag(16, "rollouts per prompt (G)")
     minibatches: int = flag(
@@ -109,8 +111,11 @@ class Args:
         None, "largest allowed |log-prob of sampler - of trainer| of a sampled token; default 0.01 in fp32, 5 in bf16"
     )
     max_mean_gap: float | None = flag(None, "the same for its mean over a batch; default 0.001 in fp32, 0.1 in bf16")
-    # engine
+    # engine, on each rank
     max_num_seqs: int = flag(512, "rollouts that vLLM decodes at once")
+    rollout_seeds: bool = flag(
+        False, "a generator for each rollout: the same ones on any number of ranks, and a tenth slower on a CPU"
+    )
     gpu_memory_utilization: float = flag(0.5, "share of the GPU that vLLM may use while it generates")
     kv_cache_gb: float = flag(4.0, "vLLM's KV cache on a CPU, in GiB")
     # evaluation, logs, checkpoints
@@ -134,7 +139,7 @@ class Args:
     log_rollouts: str = flag(
         "sample", "rollouts.jsonl: all, the first group of each step, or none", ("sample", "all", "none")
     )
-    grader_workers: int = flag(2, "processes that run math-verify")
+    grader_workers: int = flag(2, "processes that run math-verify, on each rank")
     tracker: str = flag("none", "where metrics go besides metrics.jsonl", ("none", "tensorboard", "wandb"))
     verbose: bool = flag(False, "show vLLM's own log lines")
 
@@ -328,5 +333,6 @@ def _missing_file(args: Args) -> str | None:
 
 def fail(sentence: str) -> NoReturn:
     """End the program with one sentence, as argparse does."""
-    print(f"{Path(sys.argv[0]).name}: error: {sentence}", file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on a machine: all its ranks are given the same flags
+        print(f"{Path(sys.argv[0]).name}: error: {sentence}", file=sys.stderr)
     sys.exit(2)

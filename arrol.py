@@ -2,6 +2,7 @@
 
     python arrol.py                                  the embedded model, on a CPU, in minutes
     python arrol.py --model Qwen/Qwen3-1.7B-Base     a real one, on a GPU
+    torchrun --nproc-per-node 8 arrol.py --model …   on several, of one machine or, with --nnodes, of more with one file system
 
 One training step (Algorithm 1), read from `Trainer.step`:
 
@@ -10,6 +11,9 @@ One training step (Algorithm 1), read from `Trainer.step`:
            state |  | keep?          | states, scores, labels -> head + calibration update
                  v  |
                Pruner: head -> posterior -> survival probability -> draw
+
+Several ranks do the same with one more move: each samples and grades a share of the prompts, whole groups, and trains on its own survivors
+under FSDP; what head, calibration and metrics are made of is gathered, so that they are the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ import math
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -57,8 +60,8 @@ from evaluation import EvalSet, contaminated, evaluate, grade_rollouts, held_out
 from grader import Grader, Verdict
 from grpo import Learner, LossConfig, Policy, SamplerGapError, Sequence, group_advantages, overlong_penalty, shard
 from pruner import Pruner
+from ranks import barrier, gather, node_by_node, of_first, rank, say, share, start_process_group, world_size
 from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
-
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -68,11 +71,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Batch:
-    """Rollouts of one training step with their verdicts (None when pruned), and the advantages of the rows that are trained on."""
+    """Rollouts of one training step, ordered by group and sample, with their verdicts (None when pruned)."""
 
     rollouts: list[Rollout] = dataclasses.field(default_factory=list)
     verdicts: list[Verdict | None] = dataclasses.field(default_factory=list)
-    advantages: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def extend(self, other: Batch) -> None:
         self.rollouts += other.rollouts
@@ -81,6 +83,28 @@ class Batch:
     @property
     def labels(self) -> list[float | None]:
         return [None if verdict is None else verdict.reward for verdict in self.verdicts]
+
+    def everywhere(self) -> Batch:
+        """The rollouts of all ranks, on every rank, in the order that one rank would have them.
+
+        Token ids and log-probs stay with the rank that sampled them; of the ids their number is known everywhere.
+        """
+        if world_size() == 1:
+            return self
+
+        def bare(r: Rollout) -> Rollout:  # states as numpy arrays: a tensor would take along all that it is a view of
+            detect, last = (None if state is None else state.numpy() for state in (r.detect_state, r.last_state))
+            return dataclasses.replace(
+                r, token_ids=range(len(r.token_ids)), logprobs=[], detect_state=detect, last_state=last
+            )
+
+        parts = gather([(bare(r), verdict) for r, verdict in zip(self.rollouts, self.verdicts, strict=True)])
+        rows = sorted((row for part in parts for row in part), key=lambda row: (row[0].group, row[0].sample))
+        for r, _ in rows:
+            r.detect_state, r.last_state = (
+                None if state is None else torch.from_numpy(state) for state in (r.detect_state, r.last_state)
+            )
+        return Batch([r for r, _ in rows], [verdict for _, verdict in rows])
 
     def verdict_counts(self) -> Metrics:
         kinds = Counter(verdict.kind for verdict in self.verdicts if verdict)
@@ -155,17 +179,18 @@ class Trainer:
     # --- one step ---
 
     def step(self) -> tuple[Metrics, list[dict]]:
-        """One training step; returns its line of metrics.jsonl and its rows for rollouts.jsonl."""
+        """One training step; returns its line of metrics.jsonl and its rows for rollouts.jsonl, of all ranks."""
         started, clock = time.perf_counter(), defaultdict(float)
         self.step_number += 1
         with timed(clock, "sync"):
             self.engine.wake(self.weights())
         if self.pruner:
             self.pruner.begin(self.step_number)
-        prompts, batch, usable = self._sample(clock)
+        prompts, mine, batch, usable = self._sample(clock)
         with timed(clock, "sync"):
             self.engine.sleep()
-        learned = self._update(prompts, batch, usable)
+        advantages = self._advantages(prompts, batch, usable)
+        learned = self._update(prompts, mine, advantages)
         clock["logprob"], clock["update"] = learned.pop("logprob_s"), learned.pop("update_s")
         with timed(clock, "head"):
             head = self.pruner.learn(batch.rollouts, batch.labels) if self.pruner else {}
@@ -180,73 +205,90 @@ class Trainer:
             **rollout_metrics(batch.rollouts, batch.labels, self.args.detect_length),
             **batch.verdict_counts(),
             "usable_groups": len(usable),
-            "tokens_trained": sum(len(batch.rollouts[i].token_ids) for i in batch.advantages),
+            "tokens_trained": sum(len(r.token_ids) for r in batch.rollouts if (r.group, r.sample) in advantages),
             "prompt_tokens": sum(len(prompts[r.group].token_ids) for r in batch.rollouts),
             **learned,
             **head,
         }
-        return metrics, self._rows(prompts, batch)
+        return metrics, self._rows(prompts, mine, advantages)
 
-    def _sample(self, clock: dict[str, float]) -> tuple[dict[int, data.Prompt], Batch, set[int]]:
-        """Generate and grade a step's rollouts; returns the prompts, all rollouts, and the groups to train on.
+    def _sample(self, clock: dict[str, float]) -> tuple[dict[int, data.Prompt], Batch, Batch, set[int]]:
+        """Generate and grade a step's rollouts; returns the prompts, this rank's rollouts, all ranks', and the groups to train on.
 
         DAPO replaces groups without variance by new prompts, at most `max_refills` times, then goes on with what there is.
         """
-        args, prompts, batch, usable = self.args, {}, Batch(), set()
+        args, prompts, mine, batch, usable = self.args, {}, Batch(), Batch(), set()
         for attempt in range(1 + (args.max_refills if args.algo == "dapo" else 0)):
             fresh = self.take(args.prompts - len(usable))
             prompts |= fresh
             with timed(clock, "generate"):
                 rollouts = self.engine.generate(
-                    {group: prompt.token_ids for group, prompt in fresh.items()},
+                    {group: prompt.token_ids for group, prompt in share(fresh).items()},
                     args.group_size,
                     self.sampling,
                     pruner=self.pruner,
                     seed=self._seed(attempt),
+                    rollout_seeds=args.rollout_seeds,
                     must_score=attempt == 0 and self.pruner is not None and self.pruner.due,
                     last_states=args.head_states == "both",
-                    progress=True,
+                    progress=rank() == 0,
                 )
+                barrier()  # the phase lasts as long as on the slowest rank
             with timed(clock, "grade"):
-                batch.extend(Batch(rollouts, grade_rollouts(rollouts, prompts, self.tokenizer, self.grader)))
+                fresh_batch = Batch(rollouts, grade_rollouts(rollouts, share(fresh), self.tokenizer, self.grader))
+                mine.extend(fresh_batch)
+                batch.extend(fresh_batch.everywhere())
             groups = labels_by_group(batch.rollouts, batch.labels)
             usable = {group for group, labels in groups.items() if args.algo == "grpo" or len(set(labels)) > 1}
             if len(usable) >= args.prompts:
                 break
-        return prompts, batch, usable
+        return prompts, mine, batch, usable
 
     def _seed(self, attempt: int) -> int:
-        return random.Random(f"{self.args.seed}-{self.step_number}-{attempt}").getrandbits(62)
+        """Of a generation: another one on every rank, but where it is only half of each rollout's own."""
+        where = "everywhere" if self.args.rollout_seeds else rank()
+        return random.Random(f"{self.args.seed}-{self.step_number}-{attempt}-{where}").getrandbits(62)
 
-    def _update(self, prompts: dict[int, data.Prompt], batch: Batch, usable: set[int]) -> Metrics:
-        """Advantages of the labelled survivors, re-batched without the pruned ones, and the optimizer steps."""
-        args, rollouts, labels = self.args, batch.rollouts, batch.labels
-        rows = [i for i, r in enumerate(rollouts) if labels[i] is not None and r.group in usable]
-        rewards = torch.tensor([labels[i] for i in rows])
+    def _advantages(
+        self, prompts: dict[int, data.Prompt], batch: Batch, usable: set[int]
+    ) -> dict[tuple[int, int], float]:
+        """The advantage of each labelled survivor of the groups to train on, by group and sample."""
+        args, labels = self.args, batch.labels
+        rows = [(r, y) for r, y in zip(batch.rollouts, labels, strict=True) if y is not None and r.group in usable]
+        rewards = torch.tensor([y for _, y in rows])
         if args.algo == "dapo":  # the limit is on prompt and response together
-            lengths = torch.tensor(
-                [len(prompts[rollouts[i].group].token_ids) + len(rollouts[i].token_ids) for i in rows]
-            )
+            lengths = torch.tensor([len(prompts[r.group].token_ids) + len(r.token_ids) for r, _ in rows])
             rewards = rewards + overlong_penalty(lengths, args.max_length, args.overlong_cache)
-        groups = torch.tensor([rollouts[i].group for i in rows], dtype=torch.int64)
-        batch.advantages = dict(zip(rows, group_advantages(rewards, groups).tolist()))
+        groups = torch.tensor([r.group for r, _ in rows], dtype=torch.int64)
+        advantages = group_advantages(rewards, groups).tolist()
+        return {(r.group, r.sample): advantage for (r, _), advantage in zip(rows, advantages, strict=True)}
+
+    def _update(
+        self, prompts: dict[int, data.Prompt], mine: Batch, advantages: dict[tuple[int, int], float]
+    ) -> Metrics:
+        """The optimizer steps, on this rank's survivors, re-batched without the pruned ones."""
+        args, numbers = self.args, {key: number for number, key in enumerate(advantages)}
+        trained = [r for r in mine.rollouts if (r.group, r.sample) in advantages]
         sequences = [
-            Sequence(prompts[rollouts[i].group].token_ids, rollouts[i].token_ids, advantage, rollouts[i].logprobs)
-            for i, advantage in batch.advantages.items()
+            Sequence(prompts[r.group].token_ids, r.token_ids, advantages[r.group, r.sample], r.logprobs)
+            for r in trained
         ]
         max_gap, max_mean_gap = (0.01, 0.001) if working_dtype(self.device) == torch.float32 else (5.0, 0.1)
         return self.learner.update(
             sequences,
             max_gap if args.max_gap is None else args.max_gap,
             max_mean_gap if args.max_mean_gap is None else args.max_mean_gap,
+            [numbers[r.group, r.sample] for r in trained],
         )
 
-    def _rows(self, prompts: dict[int, data.Prompt], batch: Batch) -> list[dict]:
-        """What rollouts.jsonl says of the rollouts: of all of them, or of the step's first group."""
+    def _rows(
+        self, prompts: dict[int, data.Prompt], mine: Batch, advantages: dict[tuple[int, int], float]
+    ) -> list[dict]:
+        """What rollouts.jsonl says of the rollouts of all ranks: of all of them, or of the step's first group."""
         rows = []
-        for i, (r, verdict) in enumerate(zip(batch.rollouts, batch.verdicts)):
+        for r, verdict in zip(mine.rollouts, mine.verdicts, strict=True):
             if self.args.log_rollouts == "none" or (
-                self.args.log_rollouts == "sample" and r.group != batch.rollouts[0].group
+                self.args.log_rollouts == "sample" and r.group != next(iter(prompts))
             ):
                 continue
             problem = prompts[r.group].problem
@@ -255,6 +297,7 @@ class Trainer:
                     "step": self.step_number,
                     "prompt": problem.id,
                     "group": r.group,
+                    "sample": r.sample,
                     "tokens": len(r.token_ids),
                     "finish": r.finish,
                     "tail": self.tokenizer.decode(r.token_ids)[-200:],
@@ -263,10 +306,10 @@ class Trainer:
                     "verdict": verdict and verdict.kind,
                     **{name: finite(getattr(r, name)) for name in ("score", "posterior", "survival")},
                     "pruned": r.finish == "pruned",
-                    "advantage": batch.advantages.get(i),
+                    "advantage": advantages.get((r.group, r.sample)),
                 }
             )
-        return rows
+        return sorted((row for part in gather(rows) for row in part), key=lambda row: (row["group"], row["sample"]))
 
     # --- evaluation, checkpoints, the loop ---
 
@@ -277,7 +320,16 @@ class Trainer:
             return {}
         self.engine.wake(self.weights())
         sampling = dataclasses.replace(self.sampling, temperature=args.eval_temperature, top_p=args.eval_top_p)
-        metrics = evaluate(self.engine, self.eval_sets, self.tokenizer, self.grader, sampling, args.eval_n, args.seed)
+        metrics = evaluate(
+            self.engine,
+            self.eval_sets,
+            self.tokenizer,
+            self.grader,
+            sampling,
+            args.eval_n,
+            args.seed,
+            args.rollout_seeds,
+        )
         self.engine.sleep()
         return metrics | {"time_eval": time.perf_counter() - started}
 
@@ -289,7 +341,7 @@ class Trainer:
             run,
             self.step_number,
             model=self.policy.model,
-            weights=dict(self.weights()),
+            weights={name: tensor for name, tensor in self.weights() if rank() == 0},  # gathered by all, kept by one
             tokenizer=self.tokenizer,
             head=(self.pruner.head, self.pruner.calibrator, self.args.detect_length) if self.pruner else None,
             learner=self.learner,
@@ -304,14 +356,24 @@ class Trainer:
             self.pruner.load_state_dict(state["pruner"])
 
     def run(self, name: str, resume_from: Path | None = None, checkpoints: bool = True) -> list[Metrics]:
-        """Train to `args.steps`; returns the lines of metrics.jsonl. On Ctrl-C the step under way is dropped."""
+        """Train to `args.steps`; returns the lines of metrics.jsonl. On Ctrl-C the step under way is dropped.
+
+        Rank 0 writes the files; all ranks write checkpoints.
+        """
         folder, args = Path(self.args.output), self.args
         if resume_from:
             self.restore(resume_from)
-        log = RunLog(folder, args.tracker, self.step_number if resume_from else None)
+        log = RunLog(folder, args.tracker, self.step_number if resume_from else None, write=rank() == 0)
         if not resume_from:
             log.metrics({"step": 0} | self.evaluate())
-        bar = tqdm(total=args.steps, initial=self.step_number, desc=name, unit="step", dynamic_ncols=True)
+        bar = tqdm(
+            total=args.steps,
+            initial=self.step_number,
+            desc=name,
+            unit="step",
+            dynamic_ncols=True,
+            disable=rank() > 0,
+        )
         try:
             while self.step_number < args.steps:
                 metrics, rows = self.step()
@@ -353,25 +415,6 @@ def working_dtype(device: torch.device) -> torch.dtype:
 # --- the program -------------------------------------------------------------------------------------------------------
 
 
-def start_process_group() -> torch.device:
-    """Join the ranks that torchrun started, or be the only one; returns this rank's device."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        alone = dict(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1])
-        )
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        fail("several ranks are not supported yet: start it without torchrun")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
-
-
 def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet]]:
     """Prompts to train on and the sets to evaluate on; says in a line each what they are, ends the program where none is left."""
     try:
@@ -395,14 +438,14 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
         fail(
             f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})"
         )
-    print(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
+    say(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
     sets = []
     for benchmark in benchmarks:
         kept, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
         if benchmark.problems:
             sets.append(EvalSet(benchmark.name, benchmark.metric, kept, too_long))
             seen = len(contaminated(benchmark.problems, problems))
-            print(
+            say(
                 f"evaluation: {benchmark.report}"
                 + (f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else "")
                 + (f"; CONTAMINATED: {seen} of them are in the training set" if seen else "")
@@ -438,10 +481,11 @@ def quiet(verbose: bool) -> None:
 def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
     """What the runs of one process share: data, grader, engine. Yields the function that builds a run from its flags."""
     quiet(args.verbose)
-    tokenizer, stop_token_ids, _ = load_tokenizer(args)
-    prompts, eval_sets = load_prompts(args, tokenizer)
     device, engine = start_process_group(), None
     try:
+        with node_by_node():
+            tokenizer, stop_token_ids, _ = load_tokenizer(args)
+            prompts, eval_sets = load_prompts(args, tokenizer)
         with Grader(args.grader_workers) as grader:
             engine = Engine(
                 args.model,
@@ -467,17 +511,21 @@ def main(args: Args) -> int:
     """Train as `args` say; returns the exit status."""
     for notice in (signal.SIGINT, signal.SIGTERM):  # a cluster's notice is treated as Ctrl-C
         signal.signal(notice, signal.default_int_handler)
-    folder, resume_from = Path(args.output), None
+    resume_from = None
     if args.resume:
-        found = checkpoint.complete(folder)
+        found = checkpoint.complete(Path(args.output))
         if not found:
             fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
         resume_from = found[-1]
     try:
         with workbench(args) as trainer:
-            folder.mkdir(parents=True, exist_ok=True)
-            kept = dataclasses.asdict(args) | {"resume": ""}
-            (folder / "args.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False))
+            args.output, resume_from = of_first((args.output, resume_from))  # ranks may differ in the time of day
+            folder = Path(args.output)
+            if rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                kept = dataclasses.asdict(args) | {"resume": ""}
+                (folder / "args.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False))
+            barrier()
             runs, method = {}, args.algo.upper()
             if args.baseline_steps and args.prune != "none" and not resume_from:
                 plain = dataclasses.replace(
@@ -488,17 +536,19 @@ def main(args: Args) -> int:
                 runs[method] = load_metrics(folder / "baseline")
             name = method + {"arrol": " + ARRoL", "random": " + random pruning", "none": ""}[args.prune]
             runs[name] = trainer(args).run(name, resume_from)
-        plot_reward(runs, folder / "reward.png")
-        print(
-            f"{summary(runs)}\n\nreward against time: {folder / 'reward.png'}\nrun folder: {folder}  (metrics.jsonl, rollouts.jsonl, "
-            f"{checkpoint.complete(folder)[-1].name})"
-        )
+        if rank() == 0:
+            plot_reward(runs, folder / "reward.png")
+            print(
+                f"{summary(runs)}\n\nreward against time: {folder / 'reward.png'}\nrun folder: {folder}  (metrics.jsonl, rollouts.jsonl, "
+                f"{checkpoint.complete(folder)[-1].name})"
+            )
         return 0
     except KeyboardInterrupt:
-        print(f"\nstopped; the step under way was dropped. {where_to_resume(folder)}", file=sys.stderr)
+        say(f"\nstopped; the step under way was dropped. {where_to_resume(Path(args.output))}", sys.stderr)
         return 130
-    except (SamplerGapError, NothingScored) as error:
-        print(f"\narrol.py: stopped: {error}\n{where_to_resume(folder)}", file=sys.stderr)
+    except (SamplerGapError, NothingScored) as error:  # on all ranks, or on this one alone
+        who = f"arrol.py, rank {rank()}" if rank() else "arrol.py"
+        print(f"\n{who}: stopped: {error}\n{where_to_resume(Path(args.output))}", file=sys.stderr)
         return 1
 
 

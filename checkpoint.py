@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calibration import Calibrator, posterior_table
 from quality_head import QualityHead
+from ranks import barrier, rank
 
 PREFIX = "checkpoint-"
 
@@ -49,29 +50,37 @@ def save(
 ) -> Path:
     """Write `checkpoint-<step>` into `run`, then delete all but the newest `keep`. Returns its folder.
 
-    weights: the full policy by parameter name, in the type to save. head: see `save_head`. state: tensors and primitives only. An older checkpoint is deleted only after this one is in place.
+    All ranks call it, and `run` is one folder for all: each writes its shards of `learner`, rank 0 the rest.
+    weights: the full policy by parameter name, in the type to save; rank 0's count. head: see `save_head`. state: tensors and
+    primitives only. An older checkpoint is deleted only after this one is in place.
     """
     final, temporary = run / f"{PREFIX}{step}", run / f".writing-{PREFIX}{step}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    model.save_pretrained(temporary / "model", state_dict=weights)
-    tokenizer.save_pretrained(temporary / "model")
-    if head is not None:
-        save_head(temporary / "quality_head.safetensors", *head)
-    dcp.save({"learner": learner}, checkpoint_id=temporary / "learner")
-    torch.save(state, temporary / "state.pt")
-    for path in temporary.rglob("*"):
-        _flush(path)
-    shutil.rmtree(final, ignore_errors=True)  # only a folder without state.pt, or the same step again
-    temporary.rename(final)
-    _flush(run)
-    for old in complete(run)[:-keep]:
-        shutil.rmtree(old)
+    if rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        model.save_pretrained(temporary / "model", state_dict=weights)
+        tokenizer.save_pretrained(temporary / "model")
+        if head is not None:
+            save_head(temporary / "quality_head.safetensors", *head)
+    barrier()
+    dcp.save({"learner": learner}, checkpoint_id=temporary / "learner")  # returns when all have written
+    if rank() == 0:
+        torch.save(state, temporary / "state.pt")
+        for path in temporary.rglob("*"):
+            _flush(path)
+        shutil.rmtree(final, ignore_errors=True)  # only a folder without state.pt, or the same step again
+        temporary.rename(final)
+        _flush(run)
+        for old in complete(run)[:-keep]:
+            shutil.rmtree(old)
+    barrier()
     return final
 
 
 def load(checkpoint: Path, learner: dcp.stateful.Stateful) -> dict:
-    """Restore `learner` in place; returns the `state` that was saved. Raises if a part is missing or damaged."""
+    """Restore `learner` in place, on all ranks, however many wrote it; returns the `state` that was saved.
+
+    Raises if a part is missing or damaged."""
     dcp.load({"learner": learner}, checkpoint_id=checkpoint / "learner")
     return torch.load(checkpoint / "state.pt", weights_only=True)
 

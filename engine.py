@@ -20,7 +20,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from confidence import Confidence, ConfidenceRecorder
+from ranks import gather
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Rollout:
     """One sampled response; `group` is the key of its prompt in the mapping that was given to `Engine.generate`."""
 
     group: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: Sequence[int] = field(default_factory=list)  # of one that another rank sampled, a range as long
     logprobs: list[float] = field(default_factory=list)  # of each sampled id, after temperature; empty when pruned
     finish: str = ""  # "stop", "length" or "pruned"
     detect_state: Tensor | None = (
@@ -222,11 +223,11 @@ class Engine:
     ) -> list[Rollout]:
         """`samples` rollouts of each prompt, in order of prompts; those that were pruned are among them, cut where they were.
 
-        prompts: group -> token ids. seed: fixes the samples, on one machine. rollout_seeds: each has a generator of its own, made
+        prompts: group -> token ids; a rank may have none. seed: fixes the samples, on one machine. rollout_seeds: each has a generator of its own, made
         from seed, group and its number (from `first_sample`), so that it does not depend on what is sampled beside it, up to the
         rounding of another batch size; a tenth slower on a CPU. Without a pruner nothing is scored; with `last_states` the state
         that produced a rollout's last token is kept too; with `confidence`, H_t of every token.
-        Raises NothingScored if `must_score` and no rollout reached L_detect, ValueError for a prompt that leaves no room.
+        Raises NothingScored if `must_score` and no rollout of any rank reached L_detect, ValueError for a prompt that leaves no room.
         """
         torch.manual_seed(seed)  # vLLM samples from the global generator
         self.hook_seconds, start = 0.0, time.perf_counter()
@@ -371,8 +372,8 @@ class Engine:
                     f"a rollout of {len(rollout.token_ids)} tokens passed L_detect = {self.detect_length} unseen: "
                     "this vLLM does not call the hook as expected; a tested version is in the README"
                 )
-        if must_score and all(rollout.detect_state is None for rollout in rollouts):
-            longest = max((len(rollout.token_ids) for rollout in rollouts), default=0)
+        if must_score and not any(gather(any(rollout.detect_state is not None for rollout in rollouts))):
+            longest = max(gather(max((len(rollout.token_ids) for rollout in rollouts), default=0)))
             raise NothingScored(
                 f"no rollout went beyond L_detect = {self.detect_length} tokens (longest: {longest}), "
                 "so that nothing can be pruned: lower --detect-length or use --prune none"

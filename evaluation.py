@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import data
 from data import DataError, Problem, Prompt
 from grader import Grader, Verdict
+from ranks import gather, rank, share
 from voting import pass_at_k
 
 if TYPE_CHECKING:
@@ -243,10 +244,12 @@ def evaluate(
     sampling: Sampling,
     n: int,
     seed: int,
+    rollout_seeds: bool = False,
 ) -> dict[str, float]:
     """avg@n, pass@16 where there are so many samples, and the accuracy of one greedy sample, of every set.
 
-    Sets whose metric is pass@16 get 16 samples per problem at least. Keys are `eval/<set>/<score>`.
+    Sets whose metric is pass@16 get 16 samples per problem at least. Keys are `eval/<set>/<score>`. Each rank samples its share of
+    the problems, and all get the scores of all; with `rollout_seeds` they are the same on any number of ranks.
     """
     metrics: dict[str, float] = {}
     for chosen in sets:
@@ -258,10 +261,18 @@ def evaluate(
 
         def right(count: int, how: Sampling) -> list[int]:
             """How many of `count` samples are right, for each problem."""
-            ids = {group: prompt.token_ids for group, prompt in prompts.items()}
-            rollouts = engine.generate(ids, count, how, seed=seed, progress=True) if ids else []
-            verdicts = grade_rollouts(rollouts, prompts, tokenizer, grader)
-            found = Counter(r.group for r, verdict in zip(rollouts, verdicts) if verdict.kind == "right")
+            mine = share(prompts)
+            rollouts = engine.generate(
+                {group: prompt.token_ids for group, prompt in mine.items()},
+                count,
+                how,
+                seed=seed if rollout_seeds else seed + rank(),  # else all ranks would draw the same numbers
+                rollout_seeds=rollout_seeds,
+                progress=rank() == 0,
+            )
+            verdicts = grade_rollouts(rollouts, mine, tokenizer, grader)
+            correct = Counter(r.group for r, verdict in zip(rollouts, verdicts) if verdict.kind == "right")
+            found = sum(gather(correct), Counter())
             return [found[group] for group in prompts]
 
         counts, key = right(samples, sampling), f"eval/{chosen.name}"

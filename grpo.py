@@ -320,9 +320,12 @@ class Learner:
             state["step"].zero_()
         self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))
 
-    def update(self, sequences: list[Sequence], max_gap: float, max_mean_gap: float = float("inf")) -> dict[str, float]:
+    def update(
+        self, sequences: list[Sequence], max_gap: float, max_mean_gap: float = float("inf"), rows: list[int] | None = None
+    ) -> dict[str, float]:
         """Learn from one batch of rollouts (this rank's share) in `minibatches` optimizer steps. Row i belongs to step
-        i mod `minibatches`: rows sorted by prompt, by length or by arrival all spread evenly.
+        i mod `minibatches`: rows sorted by prompt, by length or by arrival all spread evenly. `rows` are the sequences'
+        numbers in the batch of all ranks, so that any number of ranks takes the same steps (default: from 0).
 
         With one step the old log-probs are the current ones and cost no pass; with more, a pass without gradient comes
         first. Raises SamplerGapError, with weights and optimizer untouched, if a token's log-prob differs by more than
@@ -336,7 +339,7 @@ class Learner:
         this rank's seconds, `logprob_s` and `update_s`.
         """
         started, tally, lr = time.perf_counter(), Tally(self.device), self.scheduler.get_last_lr()[0]
-        plan, alive = self._plan(sequences)
+        plan, alive = self._plan(sequences, rows)
         separate_pass = self.minibatches > 1 or not any(alive)
         if separate_pass:
             for batch in chain.from_iterable(plan):
@@ -366,11 +369,15 @@ class Learner:
         }
         return metrics | ({"kl": sums["kl"] / trained} if self.config.beta > 0 else {})
 
-    def _plan(self, sequences: list[Sequence]) -> tuple[list[list[MicroBatch]], list[bool]]:
+    def _plan(
+        self, sequences: list[Sequence], rows: list[int] | None = None
+    ) -> tuple[list[list[MicroBatch]], list[bool]]:
         """Each optimizer step's micro-batches, as many on every rank, and whether the step has any gradient."""
-        parts = [sequences[step :: self.minibatches] for step in range(self.minibatches)]
-        rows = [micro_batches([len(s) for s in part], self.token_budget) for part in parts]
-        counts = all_reduce(torch.tensor([len(r) for r in rows], device=self.device), dist.ReduceOp.MAX).tolist()
+        parts: list[list[Sequence]] = [[] for _ in range(self.minibatches)]
+        for row, sequence in zip(range(len(sequences)) if rows is None else rows, sequences, strict=True):
+            parts[row % self.minibatches].append(sequence)
+        split = [micro_batches([len(s) for s in part], self.token_budget) for part in parts]
+        counts = all_reduce(torch.tensor([len(b) for b in split], device=self.device), dist.ReduceOp.MAX).tolist()
         totals = torch.tensor(
             [[len(p), sum(len(s.response_ids) for s in p), sum(s.advantage != 0 for s in p)] for p in parts],
             device=self.device,
@@ -378,7 +385,7 @@ class Learner:
         totals = all_reduce(totals, dist.ReduceOp.SUM).tolist()
         plan = [
             [self._micro_batch([part[i] for i in r], *total[:2]) for r in batches + [[]] * (count - len(batches))]
-            for part, batches, count, total in zip(parts, rows, counts, totals)
+            for part, batches, count, total in zip(parts, split, counts, totals)
         ]
         return plan, [signal > 0 or (self.config.beta > 0 and responses > 0) for responses, _, signal in totals]
 

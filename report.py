@@ -19,12 +19,18 @@ Metrics = dict[str, float]
 class RunLog:
     """Appends to the two JSONL files of a run folder and, if asked, to a tracker.
 
-    resumed_step: lines of later steps, left by the interrupted run, are dropped first.
+    resumed_step: lines of later steps, left by the interrupted run, are dropped first. write: whether this process does all that;
+    of several ranks one does.
     """
 
-    def __init__(self, folder: Path, tracker: str = "none", resumed_step: int | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, folder: Path, tracker: str = "none", resumed_step: int | None = None, write: bool = True
+    ) -> None:
         self.files: dict[str, TextIO] = {}
+        self.track, self.close_tracker = _tracker(tracker if write else "none", folder)
+        if not write:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         for name in ("metrics", "rollouts"):
             path = folder / f"{name}.jsonl"
             kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step is not None else []
@@ -32,7 +38,6 @@ class RunLog:
             temporary.write_text("".join(_dump(line) for line in kept), "utf-8")
             temporary.replace(path)
             self.files[name] = path.open("a", encoding="utf-8")
-        self.track, self.close_tracker = _tracker(tracker, folder)
 
     def metrics(self, metrics: Metrics) -> None:
         """One line of metrics.jsonl; NaN and infinity, which JSON does not have, are left out."""
@@ -47,8 +52,9 @@ class RunLog:
         self._write("rollouts", rows)
 
     def _write(self, name: str, rows: Iterable[dict]) -> None:
-        self.files[name].writelines(_dump(row) for row in rows)
-        self.files[name].flush()
+        if name in self.files:
+            self.files[name].writelines(_dump(row) for row in rows)
+            self.files[name].flush()
 
     def close(self) -> None:
         for file in self.files.values():
