@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tts import Bench, TtsArgs
 
 STEEP = 1e6  # slope of survival in the posterior, so that the better ones of a group go on for certain
+SLACK = 1e-6  # of a floor: a candidate that says the same as the one that set it is not below it by the rounding of another batch
 
 
 class KeepBetter:
@@ -73,7 +74,7 @@ def stop_by_confidence(bench: Bench, whole: list[Rollout]) -> tuple[list[Rollout
     lowest: dict[int, list[float]] = {}
     for rollout in warm:
         lowest.setdefault(rollout.group, []).append(voting.lowest_window(rollout.confidences, args.window))
-    floors = {group: float(np.quantile(values, 1 - args.share)) for group, values in lowest.items()}
+    floors = {group: float(np.quantile(values, 1 - args.share)) * (1 - SLACK) for group, values in lowest.items()}
     rest = bench.sample(args.n - args.warmup, args.warmup, confidence=Confidence(args.window, floors))
     voters = [
         rollout
