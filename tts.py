@@ -303,12 +303,19 @@ def plot(results: dict, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     strong = {"majority": "black", "ARRoL": "tab:red", "oracle": "tab:gray"}
+    colors = iter(pyplot.get_cmap("Dark2").colors * 2)
+    of_rule: dict[str, object] = {}  # a filtered rule has the colour of the whole one
     for name, values in results["curve"].items():
-        if name != "sizes":
-            style = (
-                dict(color=strong[name], linewidth=2.2, zorder=3) if name in strong else dict(linewidth=1, alpha=0.8)
-            )
-            axes.plot(results["curve"]["sizes"], values, label=name, marker=".", **style)
+        if name in strong:
+            style = dict(color=strong[name], linewidth=2.2, zorder=3)
+        elif name != "sizes":
+            whole, _, share = name.partition(", top ")
+            if whole not in of_rule:
+                of_rule[whole] = next(colors)
+            style = dict(color=of_rule[whole], linewidth=1.2, linestyle="--" if share else "-")
+        else:
+            continue
+        axes.plot(results["curve"]["sizes"], values, label=name, marker=".", **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(results["curve"]["sizes"], labels=results["curve"]["sizes"])
     axes.set(xlabel="candidates per problem", ylabel="accuracy", title=results["set"]["name"])

@@ -1,0 +1,71 @@
+"""What the extras of sampling cost: token confidence, the last states, a seed for each rollout. Ratios within one run.
+
+    python bench/sampling.py                            the embedded model, 256 in flight, about 4 minutes on 2 CPU cores
+    python bench/sampling.py --model Qwen/Qwen3-1.7B-Base --data math500 --rounds 3
+
+Each round samples the same prompts once plainly and once with each extra, in an order that rotates; a ratio is the median over rounds of
+seconds with the extra / seconds without it in the same round. Any flag of tts.py goes too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import tts
+
+EXTRAS = ("nothing", "confidence", "last states", "both", "rollout seeds")
+
+
+def measure(bench: tts.Bench, rounds: int) -> dict[str, list[tuple[float, int]]]:
+    """Seconds and tokens of each kind of sampling, a pair for each round; one unmeasured round of plain sampling first."""
+    from confidence import Confidence
+
+    confidence = Confidence(bench.args.window)
+    options = {
+        "nothing": {},
+        "confidence": dict(confidence=confidence),
+        "last states": dict(last_states=True),
+        "both": dict(confidence=confidence, last_states=True),
+        "rollout seeds": dict(rollout_seeds=True),
+    }
+    prompts = {group: prompt.token_ids for group, prompt in bench.prompts.items()}
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in EXTRAS}
+    bench.engine.generate(prompts, bench.args.n, bench.sampling, seed=bench.args.seed)
+    for turn in range(rounds):
+        for name in EXTRAS[turn % len(EXTRAS) :] + EXTRAS[: turn % len(EXTRAS)]:
+            rollouts = bench.engine.generate(prompts, bench.args.n, bench.sampling, seed=turn, **options[name])
+            found[name].append((bench.engine.step_seconds, sum(len(rollout.token_ids) for rollout in rollouts)))
+            print(f"round {turn + 1}/{rounds}  {name:14s} {found[name][-1][0]:.2f} s", flush=True)
+    return found
+
+
+def table(found: dict[str, list[tuple[float, int]]]) -> str:
+    """Medians of seconds per token against plain sampling, with the extremes: other seeds sample other numbers of tokens."""
+    plain = [seconds / tokens for seconds, tokens in found["nothing"]]
+    lines = [f"{'extra':14s}  tokens/s   cost (median, lowest - highest of {len(plain)} rounds)"]
+    for name, rounds in found.items():
+        costs = [seconds / tokens / base - 1 for (seconds, tokens), base in zip(rounds, plain, strict=True)]
+        rate = statistics.median(tokens / seconds for seconds, tokens in rounds)
+        lines.append(
+            f"{name:14s}  {rate:8,.0f}   {statistics.median(costs):+.1%} ({min(costs):+.1%} - {max(costs):+.1%})"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="how often each kind is measured")
+    own, rest = parser.parse_known_args()
+    args = tts.parse(["--n", "8", *rest])
+    benchmark, head, _ = tts.prepare(args)
+    with tts.workbench(args, benchmark, head) as bench:
+        found = measure(bench, own.rounds)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
