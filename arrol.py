@@ -433,6 +433,11 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
                 benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
     except ValueError as error:
         fail(str(error))
+    for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
+        if count > 1:
+            fail(
+                f"--eval-data: {count} sets are called {name}, and so are their scores; rename a file, or leave one out"
+            )
     prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
     if not prompts:
         fail(

@@ -79,6 +79,8 @@ def parse(argv: list[str]) -> TtsArgs:
     )
     add_flags(parser, TtsArgs)
     given = vars(parser.parse_args(argv))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        fail("it knows one process only; start it without torchrun")
     model = Path(given.get("model") or TINY)
     run = {}
     if (model / "model" / "config.json").is_file():  # a checkpoint of arrol.py

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ import checkpoint
 import data
 from args import TINY, parse
 from arrol import Trainer
-from engine import Engine, NothingScored
+from engine import Engine, NothingScored, Rollout, Sampling
+from evaluation import EvalSet
 from grader import Grader, Verdict
 from grpo import SamplerGapError
 
@@ -38,7 +39,7 @@ def trainer(engine: Engine, tmp_path: Path) -> Callable[..., Trainer]:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     with Grader() as grader:
 
-        def make(**changes: object) -> Trainer:
+        def make(eval_sets: Sequence[EvalSet] = (), **changes: object) -> Trainer:
             flags = {
                 "steps": 6,
                 "prompts": 6,
@@ -54,7 +55,7 @@ def trainer(engine: Engine, tmp_path: Path) -> Callable[..., Trainer]:
             stops = data.stop_token_ids(
                 tokenizer, AutoModelForCausalLM.from_pretrained(TINY).config, GenerationConfig.from_pretrained(TINY)
             )
-            return Trainer(args, engine, tokenizer, prompts, [], stops, grader, torch.device("cpu"))
+            return Trainer(args, engine, tokenizer, prompts, list(eval_sets), stops, grader, torch.device("cpu"))
 
         yield make
 
@@ -234,6 +235,132 @@ def test_beta_adds_a_kl_to_the_start_model(trainer: Callable[..., Trainer]) -> N
     run = trainer(steps=2, beta=0.1, prune="none", lr=1e-3, warmup_steps=0, minibatches=1)
     lines = run.run("test", checkpoints=False)[1:]
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) and lines[1]["kl"] > 1e-5
+
+
+# ------------------------------------------------------------------ evaluation
+
+
+def problem_file(path: Path, problems: Sequence[data.Problem]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"problem": p.text, "answer": p.answer}) + "\n" for p in problems))
+    return str(path)
+
+
+def eval_sets(tmp_path: Path, *specs: str, **changes: object) -> tuple[list[data.Prompt], list[EvalSet]]:
+    """What the program makes of `--eval-data`, for a training set of 60 sums."""
+    training = problem_file(tmp_path / "train.jsonl", data.sums(60, 1, terms=(3, 5)))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
+    args = parse(["--dataset", training, *flags, "--eval-data", *specs])
+    return arrol.load_prompts(args, AutoTokenizer.from_pretrained(TINY))
+
+
+LONG = data.Problem("long", "+".join(["15"] * 30) + "=?", "450")  # 90 tokens
+
+
+def test_sets_to_evaluate_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is announced: its size and digest, what is too long, and what the model is trained on as well."""
+    mine = [*data.sums(3, 2, "test", (3, 5)), LONG, *data.sums(60, 1, terms=(3, 5))[40:50]]
+    amc = data.sums(40, 3, "test", (3, 5))
+    prompts, sets = eval_sets(
+        tmp_path,
+        "held-out",
+        problem_file(tmp_path / "mine.jsonl", mine),
+        f"amc23={problem_file(tmp_path / 'copy.jsonl', amc)}",
+        "sums:2-3:20",
+        eval_problems=7,
+    )
+    assert [(s.name, s.metric, len(s.prompts), s.too_long) for s in sets] == [
+        ("held-out", "avg", 6, 0),  # a tenth
+        ("mine", "avg", 13, 1),
+        ("amc23", "pass@16", 40, 0),
+        ("sums", "avg", 7, 0),
+    ]
+    trained = {prompt.problem.text for prompt in prompts}
+    assert len(trained) == 54 and trained.isdisjoint(prompt.problem.text for prompt in sets[0].prompts)
+    report = {line.split(":")[1].strip(): line for line in capsys.readouterr().out.splitlines()[1:]}
+    both = len(trained & {problem.text for problem in mine})
+    assert 0 < both <= 10 and f"CONTAMINATED: {both} of them are in the training set" in report["mine"]
+    assert "1 longer than 64 tokens count as wrong" in report["mine"] and "14 problems" in report["mine"]
+    assert not any("CONTAMINATED" in report[name] for name in ("held-out", "amc23"))
+    assert all("digest" in line for line in report.values()) and len(report) == 4
+
+
+@pytest.mark.parametrize(
+    ("specs", "name"),
+    [
+        (["sums", "sums:2-3:20"], "sums"),
+        (["held-out", "held-out"], "held-out"),
+        (["{here}/a/mine.jsonl", "{here}/b/mine.jsonl"], "mine"),
+        (["amc23={here}/a/amc23.jsonl", "{here}/b/amc23.jsonl"], "amc23"),
+    ],
+)
+def test_two_sets_of_one_name_are_refused(
+    specs: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The scores of the second would take the place of the first's."""
+    for folder in "ab":
+        for stem in ("mine", "amc23"):
+            problem_file(tmp_path / folder / f"{stem}.jsonl", data.sums(40, ord(folder), "test", (3, 5)))
+    with pytest.raises(SystemExit) as stop:
+        eval_sets(tmp_path, *(spec.format(here=tmp_path) for spec in specs))
+    message = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(message) == 1 and f"--eval-data: 2 sets are called {name}" in message[0]
+
+
+def test_evaluation_keeps_to_its_schedule_and_out_of_training(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    """Before the first step, every second one, after the last; rollouts and weights are bit for bit those of a run without."""
+    problems = [*data.sums(4, 2, "test", (3, 4)), LONG, *data.sums(3, 5, "test", (3, 4))]
+    _, sets = eval_sets(tmp_path, problem_file(tmp_path / "mine.jsonl", problems))
+    small = dict(prompts=4, group_size=4, log_rollouts="all", eval_every=2, eval_n=2)
+    plain = trainer(steps=5, **small)
+    watched = trainer(sets, steps=5, **small)
+    greedy = watched.engine.generate(
+        {i: prompt.token_ids for i, prompt in enumerate(sets[0].prompts)}, 1, Sampling(200, (1,), 0.0), seed=0
+    )
+    assert outcome(watched) == outcome(plain) and same(weights(watched), weights(plain))
+    lines = [json.loads(line) for line in (Path(watched.args.output) / "metrics.jsonl").read_text().splitlines()]
+    scores = {line["step"]: {k: v for k, v in line.items() if k.startswith("eval/")} for line in lines}
+    assert [step for step, found in scores.items() if found] == [0, 2, 4, 5] and list(scores) == list(range(6))
+    assert not any("eval/" in key for line in arrol.load_metrics(Path(plain.args.output)) for key in line)
+    for found in filter(None, scores.values()):
+        assert list(found) == ["eval/mine/avg@2", "eval/mine/greedy"]
+        for name, samples in (("avg@2", 2), ("greedy", 1)):  # of 8 problems, one of which nobody can get right
+            right = found[f"eval/mine/{name}"] * samples * 8
+            assert right == pytest.approx(round(right)) and right <= samples * 7
+    tokenizer, golds = watched.tokenizer, [prompt.problem.answer for prompt in sets[0].prompts]
+    right = [tokenizer.decode(r.token_ids[:-1]).endswith(f"boxed{{{gold}}}") for r, gold in zip(greedy, golds)]
+    assert scores[0]["eval/mine/greedy"] == pytest.approx(sum(right) / 8) and any(right)
+    ends = trainer(sets, steps=2, **small | {"eval_every": 0}).run("test", checkpoints=False)
+    assert [any("eval/" in key for key in line) for line in ends] == [True, False, True]
+
+
+def test_pass_at_16_takes_16_samples_whatever_eval_n(
+    trainer: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At evaluation's own temperature and nucleus; then one greedy sample (lighteval#559), and 2 of the other sets'."""
+    amc = problem_file(tmp_path / "copy.jsonl", data.sums(40, 3, "test", (2, 3)))
+    mine = problem_file(tmp_path / "mine.jsonl", data.sums(2, 4, "test", (2, 3)))
+    hopeless = problem_file(tmp_path / "hopeless.jsonl", [LONG, LONG])
+    _, sets = eval_sets(tmp_path, f"amc23={amc}", mine, hopeless)
+    run = trainer(sets, eval_n=2, eval_temperature=0.7, eval_top_p=0.9)
+    generate, asked = run.engine.generate, []
+
+    def spy(prompts: dict, samples: int, sampling: Sampling, **options: object) -> list[Rollout]:
+        asked.append((len(prompts), samples, sampling.temperature, sampling.top_p))
+        return generate(prompts, samples, sampling, **options)
+
+    monkeypatch.setattr(run.engine, "generate", spy)
+    scores = run.evaluate()
+    assert [row for row in asked if row[0]] == [
+        (40, 16, 0.7, 0.9),
+        (40, 1, 0.0, 1.0),
+        (2, 2, 0.7, 0.9),
+        (2, 1, 0.0, 1.0),
+    ]
+    assert 0 < scores["eval/amc23/avg@16"] < scores["eval/amc23/pass@16"] <= 1
+    assert (40 * scores["eval/amc23/pass@16"]) == pytest.approx(round(40 * scores["eval/amc23/pass@16"]))  # k = n
+    assert "eval/mine/avg@2" in scores and "eval/mine/pass@16" not in scores and scores["time_eval"] > 0
+    assert scores["eval/hopeless/avg@2"] == scores["eval/hopeless/greedy"] == 0.0
 
 
 def test_ctrl_c_says_where_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:

@@ -300,6 +300,14 @@ def test_bad_flags_end_in_one_sentence_and_nothing_is_created(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each would sample everything and write over the others' files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        tts.parse([])
+    assert "start it without torchrun" in capsys.readouterr().err
+
+
 def test_a_checkpoint_brings_its_head_and_the_settings_of_its_run(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-20"
     (checkpoint / "model").mkdir(parents=True)
