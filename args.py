@@ -239,6 +239,11 @@ def first_problem(args: Args) -> str | None:
             args.temperature > 0,
             "must be above 0: greedy samples are all alike and have no log-prob ratio",
         ),
+        *[
+            (name, getattr(args, name) <= 2, "must not exceed 2, in vLLM")
+            for name in ("temperature", "eval_temperature")
+        ],
+        ("seed", 0 <= args.seed < 2**32, "must lie in 0..4294967295"),
         ("group_size", args.group_size >= 2, "must be at least 2: a group of one has no advantage"),
         ("min_survivors", 0 <= args.min_survivors <= args.group_size, "must lie in 0..group_size"),
         ("minibatches", 1 <= args.minibatches <= args.prompts * args.group_size, "must lie in 1..prompts * group_size"),

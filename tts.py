@@ -104,7 +104,8 @@ def first_problem(args: TtsArgs) -> str | None:
     """What is wrong with these flags, in one sentence that names the flag and the remedy; None if nothing is."""
     rules = [
         ("n", args.n >= 1, "must be at least 1"),
-        ("temperature", args.temperature >= 0, "must not be negative"),
+        ("seed", 0 <= args.seed < 2**32, "must lie in 0..4294967295"),
+        ("temperature", 0 <= args.temperature <= 2, "must lie in [0, 2], as vLLM has it"),
         (
             "temperature",
             args.temperature > 0 or args.n == 1,

@@ -307,6 +307,15 @@ def test_two_sets_of_one_name_are_refused(
     assert stop.value.code == 2 and len(message) == 1 and f"--eval-data: 2 sets are called {name}" in message[0]
 
 
+@pytest.mark.parametrize("flags", ["--seed -1", "--seed 4294967296", "--temperature 2.5", "--eval-temperature 2.5"])
+def test_what_the_engine_would_not_take_is_refused_before_it_starts(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(flags.split())
+    assert f"error: {flags}: must" in capsys.readouterr().err
+
+
 def test_evaluation_keeps_to_its_schedule_and_out_of_training(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     """Before the first step, every second one, after the last; rollouts and weights are bit for bit those of a run without."""
     problems = [*data.sums(4, 2, "test", (3, 4)), LONG, *data.sums(3, 5, "test", (3, 4))]

@@ -259,6 +259,8 @@ def test_what_is_done_is_on_disk_before_more_is_sampled(
     [
         ("--n 4 --temperature 0", "--temperature 0.0: greedy samples are all alike: use --n 1, or a temperature"),
         ("--n 0", "--n 0: must be at least 1"),
+        ("--temperature 2.1", "--temperature 2.1: must lie in [0, 2]"),
+        ("--seed -1", "--seed -1: must lie in 0..4294967295"),
         ("--early-stop --n 1", "--n 1: --early-stop needs several candidates"),
         ("--early-stop --n 16", "--warmup 16: must lie in 1..15, below --n 16"),
         ("--early-stop --detect-length 256", "--detect-length 256: must be below --max-length 256"),
