@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -153,6 +154,7 @@ def first_problem(args: TtsArgs) -> str | None:
 
 if __name__ == "__main__":
     ARGS = parse(sys.argv[1:])  # before the imports below, which take seconds
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during them leaves no traceback
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see arrol.py
 if __name__ == "__main__" and not ARGS.verbose:
@@ -390,13 +392,23 @@ def workbench(args: TtsArgs, benchmark: Benchmark, head: QualityHead | None) -> 
 
 
 def main(args: TtsArgs) -> int:
+    """Score a model as `args` say; returns the exit status."""
+
+    def files() -> str:
+        return ", ".join(n for n in ("scores.json", "candidates.jsonl", "votes.png") if Path(args.output, n).is_file())
+
     benchmark, head, table = prepare(args)
-    with workbench(args, benchmark, head) as bench:
-        results = run(args, benchmark, bench, table)
-    files = "scores.json, candidates.jsonl" + (", votes.png" if args.n > 1 else "")
-    print(f"\n{show(results)}\n\nresults: {args.output}  ({files})")
+    try:
+        with workbench(args, benchmark, head) as bench:
+            results = run(args, benchmark, bench, table)
+    except KeyboardInterrupt:
+        print(f"\nstopped; in {args.output}: {files() or 'nothing yet'}", file=sys.stderr)
+        return 130
+    print(f"\n{show(results)}\n\nresults: {args.output}  ({files()})")
     return 0
 
 
 if __name__ == "__main__":
+    for notice in (signal.SIGINT, signal.SIGTERM):  # a cluster's notice is treated as Ctrl-C
+        signal.signal(notice, signal.default_int_handler)
     sys.exit(main(ARGS))

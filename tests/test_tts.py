@@ -236,17 +236,27 @@ def test_one_greedy_candidate(shared: Shared, tmp_path: Path) -> None:
 
 
 def test_what_is_done_is_on_disk_before_more_is_sampled(
-    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Shared,
+    files: Files,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Ctrl-C then says what is there; no traceback."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for broken in ("early_stop", "plot"):
+    monkeypatch.setattr(tts, "workbench", lambda args, *_: contextlib.nullcontext(replace(shared.bench, args=args)))
+    for broken, there in (
+        ("early_stop", "scores.json, candidates.jsonl, votes.png"),
+        ("plot", "scores.json, candidates.jsonl"),
+    ):
         folder = tmp_path / broken
-        monkeypatch.setattr(tts, broken, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            shared.run(output=str(folder), early_stop=True)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(tts, broken, interrupt)
+            assert tts.main(tts.parse(files.flags(folder, "--early-stop"))) == 130
+        assert capsys.readouterr().err == f"\nstopped; in {folder}: {there}\n"
         scores = json.loads((folder / "scores.json").read_text("utf-8"))
         assert len(lines(folder)) == 12 * N and list(scores["votes"]) == RULES and "early_stop" not in scores
 
