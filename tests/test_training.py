@@ -323,6 +323,7 @@ def test_evaluation_keeps_to_its_schedule_and_out_of_training(trainer: Callable[
     small = dict(prompts=4, group_size=4, log_rollouts="all", eval_every=2, eval_n=2)
     plain = trainer(steps=5, **small)
     watched = trainer(sets, steps=5, **small)
+    watched.engine.sync(watched.weights())
     greedy = watched.engine.generate(
         {i: prompt.token_ids for i, prompt in enumerate(sets[0].prompts)}, 1, Sampling(200, (1,), 0.0), seed=0
     )
