@@ -447,7 +447,9 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
     sets = []
     for benchmark in benchmarks:
         kept, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
-        if benchmark.problems:
+        if not benchmark.problems:
+            say(f"evaluation: {benchmark.report}; it is empty and not evaluated")
+        else:
             sets.append(EvalSet(benchmark.name, benchmark.metric, kept, too_long))
             seen = len(contaminated(benchmark.problems, problems))
             say(

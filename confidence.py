@@ -58,7 +58,7 @@ class ConfidenceRecorder:
             ids, delivered, logits = [ids[row] for row in rows], delivered[rows], logits[torch.from_numpy(rows)]
         if self._sums.device != logits.device:
             self._sums = self._sums.to(logits.device)
-        line = torch.tensor([self._line_of(name) for name in ids], device=logits.device)
+        line = torch.tensor([self._line_of(name) for name in ids], dtype=torch.int64, device=logits.device)
         number = torch.tensor(delivered, dtype=torch.int64, device=logits.device)
         self._sums[line, number] = self._sums[line, number - 1] + token_confidence(logits)
         self._latest = (ids, delivered, line, number)

@@ -180,6 +180,7 @@ def test_the_recorder_grows_and_uses_its_lines_again() -> None:
         torch.randn(3, 11, generator=torch.Generator().manual_seed(0)),
     )
     h = token_confidence(logits).double().numpy()
+    recorder.record(["b"], np.array([0]), logits[:1])  # a step with parts of prompts alone
     recorder.record(["a", "b", "c"], np.array([1, 0, 1]), logits)
     recorder.record(["a", "b"], np.array([2, 1]), logits[:2])
     np.testing.assert_allclose(recorder.pop("a", 2), [h[0], h[0]])
