@@ -107,6 +107,7 @@ class Args:
     max_refills: int = flag(3, "dapo: times that all-right and all-wrong groups are replaced by new prompts in a step")
     overlong_cache: int = flag(1024, "dapo: response tokens before the limit over which the length penalty rises to 1")
     token_budget: int = flag(32768, "tokens of a micro-batch, padding included")
+    offload: bool = flag(False, "keep float32 weights, gradients and optimizer in main memory (FSDP2's CPU offload)")
     max_gap: float | None = flag(
         None, "largest allowed |log-prob of sampler - of trainer| of a sampled token; default 0.01 in fp32, 5 in bf16"
     )

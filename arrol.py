@@ -55,10 +55,21 @@ from transformers.utils import logging as transformers_logging
 
 import checkpoint
 import data
-from engine import Engine, NothingScored, Rollout, Sampling
+from engine import Engine, EngineError, NothingScored, Rollout, Sampling
 from evaluation import EvalSet, contaminated, evaluate, grade_rollouts, held_out_benchmark, load_benchmark
 from grader import Grader, Verdict
-from grpo import Learner, LossConfig, Policy, SamplerGapError, Sequence, group_advantages, overlong_penalty, shard
+from grpo import (
+    Learner,
+    LossConfig,
+    NonFiniteGradients,
+    Policy,
+    SamplerGapError,
+    Sequence,
+    group_advantages,
+    overlong_penalty,
+    shard,
+)
+from memory import first_misfit
 from pruner import Pruner
 from ranks import barrier, gather, node_by_node, of_first, rank, say, share, start_process_group, world_size
 from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
@@ -154,7 +165,9 @@ class Trainer:
     def _policy(self, frozen: bool) -> tuple[torch.nn.Module, Policy]:
         model = AutoModelForCausalLM.from_pretrained(self.args.model, dtype=torch.float32)
         on_gpu = self.device.type == "cuda"
-        policy = shard(Policy(model, self.args.temperature), self.device, gradient_checkpointing=on_gpu and not frozen)
+        policy = shard(
+            Policy(model, self.args.temperature), self.device, on_gpu and not frozen, offload=self.args.offload
+        )
         return model, policy.requires_grad_(not frozen)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -189,6 +202,7 @@ class Trainer:
         prompts, mine, batch, usable = self._sample(clock)
         with timed(clock, "sync"):
             self.engine.sleep()
+        memory = memory_in_use(self.device)
         advantages = self._advantages(prompts, batch, usable)
         learned = self._update(prompts, mine, advantages)
         clock["logprob"], clock["update"] = learned.pop("logprob_s"), learned.pop("update_s")
@@ -205,6 +219,7 @@ class Trainer:
             **rollout_metrics(batch.rollouts, batch.labels, self.args.detect_length),
             **batch.verdict_counts(),
             "usable_groups": len(usable),
+            "memory_gb": memory,
             "tokens_trained": sum(len(r.token_ids) for r in batch.rollouts if (r.group, r.sample) in advantages),
             "prompt_tokens": sum(len(prompts[r.group].token_ids) for r in batch.rollouts),
             **learned,
@@ -376,13 +391,13 @@ class Trainer:
         )
         try:
             while self.step_number < args.steps:
-                metrics, rows = self.step()
+                metrics, rows = self._step_or_save(folder if checkpoints else None)
                 if self.step_number == args.steps or (args.eval_every and self.step_number % args.eval_every == 0):
                     metrics |= self.evaluate()
                 log.metrics(metrics)
                 log.rollouts(rows)
                 if checkpoints and (self.step_number % args.checkpoint_every == 0 or self.step_number == args.steps):
-                    self.save(folder)
+                    self._try_to_save(folder)
                 rate = metrics["tokens_generated"] / metrics["time_generate"]
                 bar.set_postfix_str(
                     f"reward {metrics['reward']:.2f}, kept {metrics['keep_ratio']:.2f}, {rate:,.0f} tok/s"
@@ -392,6 +407,24 @@ class Trainer:
             bar.close()
             log.close()
         return load_metrics(folder)
+
+    def _step_or_save(self, folder: Path | None) -> tuple[Metrics, list[dict]]:
+        """`step`; if the engine fails in it, a checkpoint of the step before is written first: nothing has been learnt since."""
+        before = self.step_number, self.taken
+        try:
+            return self.step()
+        except EngineError:
+            self.step_number, self.taken = before
+            if folder and self.step_number:
+                self._try_to_save(folder)
+            raise
+
+    def _try_to_save(self, folder: Path) -> None:
+        """A full disk costs the checkpoint and not the run."""
+        try:
+            self.save(folder)
+        except checkpoint.SaveError as error:
+            say(f"\n{Path(sys.argv[0]).name}: {error}. {where_to_resume(folder)} The run goes on.", sys.stderr)
 
 
 def finite(value: float | None) -> float | None:
@@ -405,6 +438,14 @@ def timed(clock: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     clock[phase] += time.perf_counter() - start
+
+
+def memory_in_use(device: torch.device) -> float:
+    """GB of the GPU that are taken, by whomever; without one, resident GB of this process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 1e9
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
@@ -491,7 +532,11 @@ def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
     device, engine = start_process_group(), None
     try:
         with node_by_node():
-            tokenizer, stop_token_ids, _ = load_tokenizer(args)
+            tokenizer, stop_token_ids, config = load_tokenizer(args)
+            if device.type == "cuda":
+                total = torch.cuda.get_device_properties(device).total_memory
+                if problem := first_misfit(config, args, world_size(), total):
+                    fail(f"--model {args.model}: {problem}")
             prompts, eval_sets = load_prompts(args, tokenizer)
         with Grader(args.grader_workers) as grader:
             engine = Engine(
@@ -545,15 +590,21 @@ def main(args: Args) -> int:
             runs[name] = trainer(args).run(name, resume_from)
         if rank() == 0:
             plot_reward(runs, folder / "reward.png")
+            saved = "".join(f", {found.name}" for found in checkpoint.complete(folder)[-1:])
             print(
-                f"{summary(runs)}\n\nreward against time: {folder / 'reward.png'}\nrun folder: {folder}  (metrics.jsonl, rollouts.jsonl, "
-                f"{checkpoint.complete(folder)[-1].name})"
+                f"{summary(runs)}\n\nreward against time: {folder / 'reward.png'}\n"
+                f"run folder: {folder}  (metrics.jsonl, rollouts.jsonl{saved})"
             )
         return 0
     except KeyboardInterrupt:
         say(f"\nstopped; the step under way was dropped. {where_to_resume(Path(args.output))}", sys.stderr)
         return 130
-    except (SamplerGapError, NothingScored) as error:  # on all ranks, or on this one alone
+    except (
+        SamplerGapError,
+        NothingScored,
+        NonFiniteGradients,
+        EngineError,
+    ) as error:  # on all ranks, or on this one alone
         who = f"arrol.py, rank {rank()}" if rank() else "arrol.py"
         print(f"\n{who}: stopped: {error}\n{where_to_resume(Path(args.output))}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,13 +18,18 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calibration import Calibrator, posterior_table
 from quality_head import QualityHead
-from ranks import barrier, rank
+from ranks import of_first, rank
 
 PREFIX = "checkpoint-"
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the older ones are as they were."""
 
 
 def complete(run: Path) -> list[Path]:
@@ -52,19 +58,20 @@ def save(
 
     All ranks call it, and `run` is one folder for all: each writes its shards of `learner`, rank 0 the rest.
     weights: the full policy by parameter name, in the type to save; rank 0's count. head: see `save_head`. state: tensors and
-    primitives only. An older checkpoint is deleted only after this one is in place.
+    primitives only. An older checkpoint is deleted only after this one is in place. Raises SaveError, on all ranks, where the disk is
+    full or fails.
     """
     final, temporary = run / f"{PREFIX}{step}", run / f".writing-{PREFIX}{step}"
-    if rank() == 0:
+
+    def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         model.save_pretrained(temporary / "model", state_dict=weights)
         tokenizer.save_pretrained(temporary / "model")
         if head is not None:
             save_head(temporary / "quality_head.safetensors", *head)
-    barrier()
-    dcp.save({"learner": learner}, checkpoint_id=temporary / "learner")  # returns when all have written
-    if rank() == 0:
+
+    def finish() -> None:
         torch.save(state, temporary / "state.pt")
         for path in temporary.rglob("*"):
             _flush(path)
@@ -73,8 +80,29 @@ def save(
         _flush(run)
         for old in complete(run)[:-keep]:
             shutil.rmtree(old)
-    barrier()
+
+    try:
+        _on_first_rank(begin)
+        dcp.save({"learner": learner}, checkpoint_id=temporary / "learner")  # returns when all have written
+        _on_first_rank(finish)
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # room for what comes
+        reason = str(error).strip().splitlines()[-1]
+        raise SaveError(f"{final.name} could not be written: {reason}") from error
     return final
+
+
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Do `work` on rank 0; what it raises is raised on all ranks, or the others would go on and wait for it in vain."""
+    error = None
+    if rank() == 0:
+        try:
+            work()
+        except (OSError, SafetensorError, RuntimeError) as raised:
+            error = raised
+    if message := of_first(None if error is None else f"{type(error).__name__}: {error}"):
+        raise OSError(message) from error
 
 
 def load(checkpoint: Path, learner: dcp.stateful.Stateful) -> dict:

@@ -15,6 +15,7 @@ This is the only file that imports vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -95,6 +96,10 @@ class Sampling:
     top_p: float = 1.0
 
 
+class EngineError(RuntimeError):
+    """vLLM failed while it generated, on this rank or on another."""
+
+
 class NothingScored(RuntimeError):
     """Pruning is on and no rollout could be scored."""
 
@@ -121,10 +126,11 @@ class Engine:
         verbose: bool = False,
     ) -> None:
         self.on_gpu = torch.cuda.is_available()
-        if self.on_gpu and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-            raise ValueError(
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps a sleeping engine from freeing memory: unset it"
-            )
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if self.on_gpu and "expandable_segments:True" in os.environ.get(name, ""):
+                raise ValueError(
+                    f"{name}=expandable_segments:True keeps a sleeping engine from freeing memory: unset it"
+                )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
         logging.getLogger("vllm").setLevel(
             os.environ["VLLM_LOGGING_LEVEL"]
@@ -230,7 +236,8 @@ class Engine:
         Raises NothingScored if `must_score` and no rollout of any rank reached L_detect, ValueError for a prompt that leaves no room.
         """
         torch.manual_seed(seed)  # vLLM samples from the global generator
-        self.hook_seconds, start = 0.0, time.perf_counter()
+        self.hook_seconds, start, failure = 0.0, time.perf_counter(), None
+        plan = {group: self._params(prompt, sampling) for group, prompt in prompts.items()}
         rollouts, live = [], {}
         self._recording = pruner is not None or last_states or confidence is not None
         self._last_states = last_states
@@ -238,14 +245,13 @@ class Engine:
             lines = min(len(prompts) * samples, self.max_num_seqs)
             self._recorder = ConfidenceRecorder(confidence, min(sampling.max_tokens, self.max_model_len), lines)
         try:
-            for group, prompt in prompts.items():
-                params = self._params(prompt, sampling)
+            for group, params in plan.items():
                 for sample in range(first_sample, first_sample + samples):
                     if rollout_seeds:
                         params = params.clone()
                         params.seed = random.Random(f"{seed}-{group}-{sample}").getrandbits(62)
                     rollouts.append(Rollout(group, sample=sample))
-                    live[self._add(prompt, params)] = rollouts[-1]
+                    live[self._add(prompts[group], params)] = rollouts[-1]
             with tqdm(
                 total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=None if progress else True
             ) as bar:
@@ -255,10 +261,15 @@ class Engine:
                     if self._rows is not None:
                         self._score(finished, live, pruner)
                     bar.update(len(rollouts) - len(live) - bar.n)
+        except Exception as error:  # whatever vLLM raises
+            failure = error
         finally:
             self._recording, self._rows, self._recorder = False, None, None
-            self._abort(list(live))
+            with contextlib.suppress(Exception if failure else ()):  # a broken engine cannot be spoken to
+                self._abort(list(live))
         self.step_seconds = time.perf_counter() - start
+        if any(gather(failure is not None)):  # all ranks stop together, or the others would wait for this one
+            raise EngineError(f"generation failed: {failure or 'on another rank'}") from failure
         if pruner is not None:
             self._check(rollouts, must_score)
         return rollouts

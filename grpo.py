@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+MAX_NONFINITE = 3  # optimizer steps in a row
 MAX_LOG_RATIO = 20.0  # bounds every exp below, before it is taken: after it, 0 * inf would make NaN gradients
 
 
@@ -52,6 +53,10 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+class NonFiniteGradients(RuntimeError):
+    """Gradients that are not finite, in too many optimizer steps in a row: the run has broken, and skipping does not mend it."""
 
 
 class SamplerGapError(RuntimeError):
@@ -310,7 +315,7 @@ class Learner:
             raise ValueError("with several ranks the policy must come from shard(): nothing else adds their gradients")
         self.policy, self.reference, self.config = policy, reference, config
         self.grad_clip, self.token_budget, self.minibatches = grad_clip, token_budget, minibatches
-        self.device = compute_device(policy)
+        self.device, self.nonfinite_in_a_row = compute_device(policy), 0
         parameters = list(policy.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
         # Creates the moments, by a step with zero gradients at lr 0. That step must not count, or a checkpoint from
@@ -331,7 +336,7 @@ class Learner:
         first. Raises SamplerGapError, with weights and optimizer untouched, if a token's log-prob differs by more than
         `max_gap` (nats) between sampler and trainer, or the tokens' on average by more than `max_mean_gap`: in bfloat16
         single tokens may differ much, and the mean is the sharper test. Steps without any gradient, or with one that
-        is not finite, are skipped.
+        is not finite, are skipped; `MAX_NONFINITE` of the latter in a row raise NonFiniteGradients.
 
         Returns, over all ranks, `loss` (mean over steps), `kl` (if beta > 0), `grad_norm` (before clipping),
         `clip_low` and `clip_high` (fractions of tokens), `entropy`, `gap_mean` and `gap_max` of the policy that
@@ -348,7 +353,16 @@ class Learner:
             self._check_gap(tally, max_gap, max_mean_gap)
         logprobs_done = time.perf_counter() if separate_pass else started
         limits = None if separate_pass else (max_gap, max_mean_gap)
-        norms = [self._step(batches, tally, limits) for batches, live in zip(plan, alive) if live]
+        norms = []
+        for batches, live in zip(plan, alive):
+            if live:
+                norms.append(self._step(batches, tally, limits))
+                self.nonfinite_in_a_row = 0 if norms[-1] < float("inf") else self.nonfinite_in_a_row + 1
+                if self.nonfinite_in_a_row >= MAX_NONFINITE:
+                    raise NonFiniteGradients(
+                        f"the gradient was not finite in {MAX_NONFINITE} optimizer steps in a row, none of which was"
+                        " taken: the weights are those before them. A lower --lr from an earlier checkpoint may help."
+                    )
         finite = [norm for norm in norms if norm < float("inf")]
         sums = tally.read()
         tokens, trained = max(1.0, sums["tokens"]), max(1.0, sums["trained"])

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import grpo
-from grpo import Learner, LossConfig, Policy, SamplerGapError, Sequence, frozen_logprobs, group_advantages, k3
-from grpo import micro_batches, overlong_penalty, pad, shard, token_objective
+from grpo import Learner, LossConfig, NonFiniteGradients, Policy, SamplerGapError, Sequence, frozen_logprobs
+from grpo import group_advantages, k3, micro_batches, overlong_penalty, pad, shard, token_objective
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -461,6 +461,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert metrics["nonfinite"] == 1 and metrics["optimizer_steps"] == metrics["skipped"] == 0
     assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
     assert learner.update(make_sequences(4), NO_LIMIT)["optimizer_steps"] == 1
+
+
+def test_three_gradients_in_a_row_that_are_not_finite_end_the_run() -> None:
+    """A good step in between starts the count anew; the weights stay those before the bad steps."""
+    learner, bad = make_learner(Policy(make_model(), 1.0)), [Sequence([1], [2, 3], math.inf, [-3.0, -3.0])]
+    for sequences in (bad, bad, make_sequences(4), bad, bad):
+        learner.update(sequences, NO_LIMIT)
+    before = weights(learner)
+    with pytest.raises(NonFiniteGradients, match="3 optimizer steps in a row"):
+        learner.update(bad, NO_LIMIT)
+    assert same(before, weights(learner))
 
 
 def sampled_by(policy: Policy, sequences: list[Sequence]) -> list[Sequence]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import checkpoint
 import data
 from args import TINY, parse
 from arrol import Trainer
-from engine import Engine, NothingScored, Rollout, Sampling
+from engine import Engine, EngineError, NothingScored, Rollout, Sampling
 from evaluation import EvalSet
 from grader import Grader, Verdict
 from grpo import SamplerGapError
@@ -213,22 +214,53 @@ def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[...,
         checkpoint.load_head(folder / "checkpoint-3" / "model" / "model.safetensors")
 
 
-def test_a_failed_save_leaves_the_old_checkpoint(
-    trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
+    trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Disk full: the half-written folder is never taken for a checkpoint."""
+    """No file may grow beyond a megabyte, which is less than the weights: the older checkpoint stays, the run goes on to its end."""
     run = trainer(steps=1)
     run.run("test")
     folder = Path(run.args.output)
+    second = trainer(steps=3, checkpoint_every=1, output=folder / "elsewhere")
+    second.args.output = str(folder)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then fails as on a full disk
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        lines = second.run("test", resume_from=folder / "checkpoint-1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [path.name for path in folder.glob("*checkpoint*")] == ["checkpoint-1"]
+    said = capsys.readouterr().err
+    assert "checkpoint-2 could not be written" in said and "go on with --resume" in said and "The run goes on." in said
+    second.save(folder)  # room again
+    assert [path.name for path in checkpoint.complete(folder)] == ["checkpoint-1", "checkpoint-3"]
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    run.step()
-    with pytest.raises(OSError, match="No space left"):
-        run.save(folder)
-    assert [path.name for path in checkpoint.complete(folder)] == ["checkpoint-1"]
+def test_an_engine_that_fails_leaves_a_checkpoint_of_the_step_before(
+    trainer: Callable[..., Trainer], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From it the run goes on as if nothing had happened."""
+    straight = trainer(steps=4)
+    straight.run("test")
+    broken = trainer(steps=4, checkpoint_every=100)
+    folder, step = Path(broken.args.output), engine.engine.step
+
+    def fail_in_step_3() -> list:
+        if broken.step_number == 3 and engine._recording:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return step()
+
+    monkeypatch.setattr(engine.engine, "step", fail_in_step_3)
+    with pytest.raises(EngineError, match="illegal memory access"):
+        broken.run("test")
+    monkeypatch.undo()
+    assert [path.name for path in checkpoint.complete(folder)] == ["checkpoint-2"]
+    resumed = trainer(steps=4, output=folder / "elsewhere")
+    resumed.args.output = str(folder)
+    resumed.run("test", resume_from=folder / "checkpoint-2")
+    assert same(weights(straight), weights(resumed))
 
 
 def test_beta_adds_a_kl_to_the_start_model(trainer: Callable[..., Trainer]) -> None:
