@@ -1,0 +1,68 @@
+"""The runs that test_ranks.py compares, on one engine: [torchrun …] tests/ranks_worker.py FOLDER [CHECKPOINT]
+
+The first is the program's own, arrol.main; the others follow before it takes the engine down. With CHECKPOINT, the run that it belongs
+to is gone on with as well. Every rank leaves FOLDER/rank-N.json, hashes of what it has learnt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+
+import arrol
+from args import Args, parse
+from arrol import Trainer, workbench
+from ranks import rank
+
+FLAGS = (
+    "--prompts 5 --group-size 8 --steps 4 --cold-start 1 --warmup-steps 0 --lr 1e-4 --rollout-seeds --log-rollouts all "
+    "--eval-problems 9 --eval-n 1 --baseline-steps 0 --max-num-seqs 64 --kv-cache-gb 0.25 --checkpoint-every 2 --grader-workers 1"
+).split()
+OTHERS = {
+    "dapo": {"algo": "dapo", "prompts": 3, "steps": 2, "max_refills": 2, "survival": "systematic", "minibatches": 1},
+    "one prompt": {"prompts": 1, "steps": 2, "cold_start": 0},
+}
+
+
+def digest(value: object) -> str:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return hashlib.sha256(file.getvalue()).hexdigest()
+
+
+def learnt(trainer: Trainer) -> dict[str, str]:
+    """Hashes of policy, head and calibration, as this rank has them."""
+    weights = list(trainer.weights())
+    return {"policy": digest(weights)} | {name: digest(part) for name, part in trainer.pruner.state_dict().items()}
+
+
+def main(folder: Path, begun: Path | None) -> int:
+    @contextlib.contextmanager
+    def longer(args: Args) -> Iterator[Callable[[Args], Trainer]]:
+        """The program's workbench, with more runs on it before it is taken down."""
+        runs: dict[str, Trainer] = {}
+        with workbench(args) as trainer:
+            yield lambda flags: runs.setdefault("grpo", trainer(flags))
+            for name, changes in OTHERS.items():
+                runs[name] = trainer(dataclasses.replace(args, output=str(folder / name), **changes))
+                runs[name].run(name, checkpoints=False)
+            if begun:
+                trainer(dataclasses.replace(args, output=str(begun.parent))).run("resumed", resume_from=begun)
+            hashes = {name: learnt(run) for name, run in runs.items()}
+            (folder / f"rank-{rank()}.json").write_text(json.dumps(hashes))
+
+    arrol.workbench = longer
+    return arrol.main(parse([*FLAGS, "--output", str(folder / "grpo")]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None))
