@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from args import TINY
+from args import TINY, parse
+from arrol import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ("grpo", "dapo", "one prompt")
@@ -152,3 +153,16 @@ def test_several_ranks_speak_and_write_as_one(runs: Path) -> None:
         "reward.png",
         "rollouts.jsonl",
     ]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = object.__new__(Trainer)
+    trainer.args, trainer.step_number = parse(["--rollout-seeds" if own else "--no-rollout-seeds"]), 3
+    seeds = set()
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        seeds.add(trainer._seed(0))
+    assert len(seeds) == (1 if own else 4)
