@@ -21,8 +21,9 @@ class Pruner:
 
     `--prune random` is the same object with p = κ: its head learns and is measured, and decides nothing.
     One object per run; `begin` is called before each generation, `decide` by the engine, `learn` after grading.
-    A decision depends on the rollout's group and on nothing else that is sampled: draws are a function of seed, step, group and
-    sample. So it does not matter on which rank a group is, nor how many there are.
+    A decision depends on the rollout, on the members of its group that have arrived by then, and on nothing else that is sampled: draws
+    are a function of seed, step, group and sample. So it does not matter on which rank a group is, where all its members start and arrive
+    together. vLLM starts them in portions when slots or its prefill budget are short, and then the group's tilt sees them in portions.
     """
 
     def __init__(self, args: Args, hidden_size: int, device: torch.device | str = "cpu") -> None:
