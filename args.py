@@ -117,6 +117,7 @@ class Args:
     rollout_seeds: bool = flag(
         False, "a generator for each rollout: the same ones on any number of ranks, and a tenth slower on a CPU"
     )
+    tp: int = flag(1, "ranks that share one engine (tensor parallel); the policy is sharded over all ranks anyway")
     gpu_memory_utilization: float = flag(0.5, "share of the GPU that vLLM may use while it generates")
     kv_cache_gb: float = flag(4.0, "vLLM's KV cache on a CPU, in GiB")
     # evaluation, logs, checkpoints
@@ -284,6 +285,7 @@ def first_problem(args: Args) -> str | None:
                 "keep_checkpoints",
                 "grader_workers",
                 "overlong_cache",
+                "tp",
             )
         ],
         *[

@@ -71,7 +71,8 @@ from grpo import (
 )
 from memory import first_misfit
 from pruner import Pruner
-from ranks import barrier, gather, node_by_node, of_first, rank, say, share, start_process_group, world_size
+from ranks import barrier, engine_number, gather, leads, node_by_node, of_first, part, rank, say, share
+from ranks import start_process_group, world_size
 from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class Batch:
                 r, token_ids=range(len(r.token_ids)), logprobs=[], detect_state=detect, last_state=last
             )
 
-        parts = gather([(bare(r), verdict) for r, verdict in zip(self.rollouts, self.verdicts, strict=True)])
+        rows = zip(self.rollouts, self.verdicts, strict=True) if leads() else ()
+        parts = gather([(bare(r), verdict) for r, verdict in rows])
         rows = sorted((row for part in parts for row in part), key=lambda row: (row[0].group, row[0].sample))
         for r, _ in rows:
             r.detect_state, r.last_state = (
@@ -260,8 +262,8 @@ class Trainer:
         return prompts, mine, batch, usable
 
     def _seed(self, attempt: int) -> int:
-        """Of a generation: another one on every rank, but where it is only half of each rollout's own."""
-        where = "everywhere" if self.args.rollout_seeds else rank()
+        """Of a generation: another one on every engine, but where it is only half of each rollout's own."""
+        where = "everywhere" if self.args.rollout_seeds else engine_number()
         return random.Random(f"{self.args.seed}-{self.step_number}-{attempt}-{where}").getrandbits(62)
 
     def _advantages(
@@ -283,7 +285,7 @@ class Trainer:
     ) -> Metrics:
         """The optimizer steps, on this rank's survivors, re-batched without the pruned ones."""
         args, numbers = self.args, {key: number for number, key in enumerate(advantages)}
-        trained = [r for r in mine.rollouts if (r.group, r.sample) in advantages]
+        trained = part([r for r in mine.rollouts if (r.group, r.sample) in advantages])
         sequences = [
             Sequence(prompts[r.group].token_ids, r.token_ids, advantages[r.group, r.sample], r.logprobs)
             for r in trained
@@ -324,7 +326,8 @@ class Trainer:
                     "advantage": advantages.get((r.group, r.sample)),
                 }
             )
-        return sorted((row for part in gather(rows) for row in part), key=lambda row: (row["group"], row["sample"]))
+        everyone = gather(rows if leads() else [])
+        return sorted((row for some in everyone for row in some), key=lambda row: (row["group"], row["sample"]))
 
     # --- evaluation, checkpoints, the loop ---
 
@@ -529,7 +532,10 @@ def quiet(verbose: bool) -> None:
 def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
     """What the runs of one process share: data, grader, engine. Yields the function that builds a run from its flags."""
     quiet(args.verbose)
-    device, engine = start_process_group(), None
+    try:
+        device, engine = start_process_group(args.tp), None
+    except RuntimeError as error:
+        fail(str(error))
     try:
         with node_by_node():
             tokenizer, stop_token_ids, config = load_tokenizer(args)
@@ -544,6 +550,7 @@ def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
                 args.detect_length,
                 args.max_length,
                 args.max_num_seqs,
+                tensor_parallel=args.tp,
                 dtype=working_dtype(device),
                 seed=args.seed,
                 gpu_memory_utilization=args.gpu_memory_utilization,

@@ -41,7 +41,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from confidence import Confidence, ConfidenceRecorder
-from ranks import gather
+from ranks import gather, of_leader
 
 
 @dataclass
@@ -108,8 +108,8 @@ class Engine:
     """An in-process vLLM engine with a hook at L_detect.
 
     model: a folder or a hub id. detect_length: L_detect in tokens. max_model_len: prompt and response together, in tokens.
-    kv_cache_gb: size of the KV cache on a CPU. gpu_memory_utilization: share of the GPU for weights and KV cache, which
-    `sleep` gives back. Raises ValueError for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, with which sleep frees nothing.
+    tensor_parallel: successive ranks that drive this engine in lockstep. kv_cache_gb: size of the KV cache on a CPU.
+    gpu_memory_utilization: share of the GPU for weights and KV cache, which `sleep` gives back. Raises ValueError for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, with which sleep frees nothing.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Engine:
         max_num_seqs: int = 256,
         *,
         dtype: torch.dtype,
+        tensor_parallel: int = 1,
         seed: int = 0,
         gpu_memory_utilization: float = 0.5,
         kv_cache_gb: float = 1.0,
@@ -159,6 +160,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             seed=seed,
+            tensor_parallel_size=tensor_parallel,
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
@@ -349,7 +351,8 @@ class Engine:
     def _decide(self, reached: list[str], states: Tensor, live: dict[str, Rollout], pruner: Pruner) -> None:
         dropped = []
         arrived = [live[internal] for internal in reached]
-        decisions = pruner.decide(states, [r.group for r in arrived], [r.sample for r in arrived])
+        # made once: two decisions that differ by a rounding would drive the ranks of one engine apart
+        decisions = of_leader(pruner.decide(states, [r.group for r in arrived], [r.sample for r in arrived]))
         for internal, rollout, state, decision in zip(reached, arrived, states, decisions, strict=True):
             rollout.detect_state = state
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival

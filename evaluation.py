@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import data
 from data import DataError, Problem, Prompt
 from grader import Grader, Verdict
-from ranks import gather, rank, share
+from ranks import engine_number, gather, leads, rank, share
 from voting import pass_at_k
 
 if TYPE_CHECKING:
@@ -266,13 +266,13 @@ def evaluate(
                 {group: prompt.token_ids for group, prompt in mine.items()},
                 count,
                 how,
-                seed=seed if rollout_seeds else seed + rank(),  # else all ranks would draw the same numbers
+                seed=seed if rollout_seeds else seed + engine_number(),  # else all would draw the same numbers
                 rollout_seeds=rollout_seeds,
                 progress=rank() == 0,
             )
             verdicts = grade_rollouts(rollouts, mine, tokenizer, grader)
             correct = Counter(r.group for r, verdict in zip(rollouts, verdicts) if verdict.kind == "right")
-            found = sum(gather(correct), Counter())
+            found = sum(gather(correct if leads() else Counter()), Counter())
             return [found[group] for group in prompts]
 
         counts, key = right(samples, sampling), f"eval/{chosen.name}"

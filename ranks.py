@@ -26,10 +26,15 @@ TIMEOUT = timedelta(
 )  # no rank waits longer for another: sampling may take one that much longer, or writing a checkpoint
 
 
-def start_process_group() -> torch.device:
+_tp = 1  # ranks that share one engine
+_peers: dist.ProcessGroup | None = None  # those of this rank, itself among them
+
+
+def start_process_group(tensor_parallel: int = 1) -> torch.device:
     """Join the ranks that torchrun started, or be the only one; returns this rank's device.
 
-    Raises RuntimeError where there are more ranks than GPUs.
+    tensor_parallel: so many successive ranks share one engine, of which each holds a part of every layer; they sample the same prompts.
+    Raises RuntimeError where there are more ranks than GPUs, or where they cannot be divided so.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -38,17 +43,50 @@ def start_process_group() -> torch.device:
         )
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        return torch.device("cpu")
-    local = int(os.environ["LOCAL_RANK"])
-    if local >= torch.cuda.device_count():
-        raise RuntimeError(
-            f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs, and a rank needs its own"
-        )
-    torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
-    return torch.device("cuda", local)
+    ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if ranks % tensor_parallel:
+        raise RuntimeError(f"--tp {tensor_parallel}: {ranks} ranks cannot be divided into engines of so many")
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        if local >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs, and a rank needs its own"
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    global _tp, _peers
+    _tp, _peers = tensor_parallel, None
+    if tensor_parallel > 1:
+        _peers, _ = dist.new_subgroups(tensor_parallel, backend="gloo")
+    return torch.device("cuda", local) if on_gpu else torch.device("cpu")
+
+
+def engines() -> int:
+    """How many engines the ranks drive."""
+    return world_size() // _tp
+
+
+def engine_number() -> int:
+    """Which of the `engines()` this rank drives, alone or with its peers."""
+    return rank() // _tp
+
+
+def leads() -> bool:
+    """Whether this rank speaks for its engine: the first of its peers."""
+    return rank() % _tp == 0
+
+
+def part(items: list[T]) -> list[T]:
+    """Of what all peers of an engine have, this rank's part."""
+    return items[rank() % _tp :: _tp]
+
+
+def of_leader(mine: T) -> T:
+    """What the leader of this rank's engine passed, on all its peers."""
+    values = [mine]
+    if _peers is not None:
+        dist.broadcast_object_list(values, src=rank() - rank() % _tp, group=_peers)
+    return values[0]
 
 
 def rank() -> int:
@@ -68,8 +106,8 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def share(items: Mapping[K, V]) -> dict[K, V]:
-    """This rank's part of `items`: every `world_size()`-th of them. There may be none."""
-    return dict(islice(items.items(), rank(), None, world_size()))
+    """The part of `items` that this rank's engine samples: every `engines()`-th of them. There may be none."""
+    return dict(islice(items.items(), engine_number(), None, engines()))
 
 
 def gather(mine: T) -> list[T]:

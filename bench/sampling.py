@@ -20,8 +20,8 @@ import tts
 EXTRAS = ("nothing", "confidence", "last states", "both", "rollout seeds")
 
 
-def measure(bench: tts.Bench, rounds: int) -> dict[str, list[tuple[float, int]]]:
-    """Seconds and tokens of each kind of sampling, a pair for each round; one unmeasured round of plain sampling first."""
+def measure(bench: tts.Bench, rounds: int) -> dict[str, list[tuple[float, int, float]]]:
+    """Seconds, tokens and seconds in the hook of each kind of sampling, in each round; one unmeasured plain sampling first."""
     from confidence import Confidence
 
     confidence = Confidence(bench.args.window)
@@ -33,34 +33,36 @@ def measure(bench: tts.Bench, rounds: int) -> dict[str, list[tuple[float, int]]]
         "rollout seeds": dict(rollout_seeds=True),
     }
     prompts = {group: prompt.token_ids for group, prompt in bench.prompts.items()}
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in EXTRAS}
+    found: dict[str, list[tuple[float, int, float]]] = {name: [] for name in EXTRAS}
     bench.engine.generate(prompts, bench.args.n, bench.sampling, seed=bench.args.seed)
     for turn in range(rounds):
         for name in EXTRAS[turn % len(EXTRAS) :] + EXTRAS[: turn % len(EXTRAS)]:
             rollouts = bench.engine.generate(prompts, bench.args.n, bench.sampling, seed=turn, **options[name])
-            found[name].append((bench.engine.step_seconds, sum(len(rollout.token_ids) for rollout in rollouts)))
+            tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+            found[name].append((bench.engine.step_seconds, tokens, bench.engine.hook_seconds))
             print(f"round {turn + 1}/{rounds}  {name:14s} {found[name][-1][0]:.2f} s", flush=True)
     return found
 
 
-def table(found: dict[str, list[tuple[float, int]]]) -> str:
-    """Medians of seconds per token against plain sampling, with the extremes: other seeds sample other numbers of tokens."""
-    plain = [seconds / tokens for seconds, tokens in found["nothing"]]
-    lines = [f"{'extra':14s}  tokens/s   cost (median, lowest - highest of {len(plain)} rounds)"]
+def table(found: dict[str, list[tuple[float, int, float]]]) -> str:
+    """Medians of seconds per token against plain sampling, with the quartiles (other seeds sample other numbers of tokens); and the hook's share
+    of the time, which on a CPU is what confidence and states cost, without the noise of two measurements."""
+    plain = [seconds / tokens for seconds, tokens, _ in found["nothing"]]
+    lines = [f"{'extra':14s}  tokens/s   cost (median, quartiles of {len(plain)} rounds)   in the hook"]
     for name, rounds in found.items():
-        costs = [seconds / tokens / base - 1 for (seconds, tokens), base in zip(rounds, plain, strict=True)]
-        rate = statistics.median(tokens / seconds for seconds, tokens in rounds)
-        lines.append(
-            f"{name:14s}  {rate:8,.0f}   {statistics.median(costs):+.1%} ({min(costs):+.1%} - {max(costs):+.1%})"
-        )
+        costs = [seconds / tokens / base - 1 for (seconds, tokens, _), base in zip(rounds, plain, strict=True)]
+        rate = statistics.median(tokens / seconds for seconds, tokens, _ in rounds)
+        hook = statistics.median(hook / seconds for seconds, _, hook in rounds)
+        low, middle, high = statistics.quantiles(costs, n=4)
+        lines.append(f"{name:14s}  {rate:8,.0f}   {middle:+7.1%} ({low:+.1%} to {high:+.1%})  {hook:22.1%}")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="how often each kind is measured")
+    parser.add_argument("--rounds", type=int, default=21, help="how often each kind is measured")
     own, rest = parser.parse_known_args()
-    args = tts.parse(["--n", "8", *rest])
+    args = tts.parse(["--n", "2", *rest])
     benchmark, head, _ = tts.prepare(args)
     with tts.workbench(args, benchmark, head) as bench:
         found = measure(bench, own.rounds)
