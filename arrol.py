@@ -27,11 +27,9 @@ import random
 import signal
 import sys
 import time
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from args import Args, fail, parse
 
@@ -50,13 +48,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM
 
 import checkpoint
 import data
 from engine import Engine, EngineError, NothingScored, Rollout, Sampling
-from evaluation import EvalSet, contaminated, evaluate, grade_rollouts, held_out_benchmark, load_benchmark
+from evaluation import EvalSet, evaluate, grade_rollouts
 from grader import Grader, Verdict
 from grpo import (
     Learner,
@@ -70,15 +67,11 @@ from grpo import (
     shard,
 )
 from memory import first_misfit
+from prepare import load_prompts, load_tokenizer, quiet, working_dtype
 from pruner import Pruner
 from ranks import barrier, engine_number, gather, leads, node_by_node, of_first, part, rank, say, share
 from ranks import start_process_group, world_size
 from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from tts import TtsArgs
 
 
 @dataclasses.dataclass
@@ -451,81 +444,7 @@ def memory_in_use(device: torch.device) -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
-def working_dtype(device: torch.device) -> torch.dtype:
-    """What weights are sampled with and saved in: bfloat16 on a GPU; a CPU without AVX512-BF16 emulates it, 10 times slower."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 # --- the program -------------------------------------------------------------------------------------------------------
-
-
-def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet]]:
-    """Prompts to train on and the sets to evaluate on; says in a line each what they are, ends the program where none is left."""
-    try:
-        problems, line = data.load(args.dataset, args.seed)
-        built_in, held_out = data.sums_range(args.dataset), []
-        if "held-out" in args.eval_data and not built_in:
-            random.Random(0).shuffle(problems)  # not the run's seed: runs are compared on the same held-out problems
-            cut = min(args.eval_problems, len(problems) // 10)
-            problems, held_out = problems[cut:], problems[:cut]
-        benchmarks = []
-        for spec in args.eval_data:
-            if spec == "held-out" and not built_in:
-                benchmarks.append(held_out_benchmark(held_out))
-            elif args.eval_problems or not data.sums_range(spec if spec != "held-out" else args.dataset):
-                found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
-                benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
-    except ValueError as error:
-        fail(str(error))
-    for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
-        if count > 1:
-            fail(
-                f"--eval-data: {count} sets are called {name}, and so are their scores; rename a file, or leave one out"
-            )
-    prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
-    if not prompts:
-        fail(
-            f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})"
-        )
-    say(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
-    sets = []
-    for benchmark in benchmarks:
-        kept, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
-        if not benchmark.problems:
-            say(f"evaluation: {benchmark.report}; it is empty and not evaluated")
-        else:
-            sets.append(EvalSet(benchmark.name, benchmark.metric, kept, too_long))
-            seen = len(contaminated(benchmark.problems, problems))
-            say(
-                f"evaluation: {benchmark.report}"
-                + (f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else "")
-                + (f"; CONTAMINATED: {seen} of them are in the training set" if seen else "")
-            )
-    return prompts, sets
-
-
-def load_tokenizer(args: Args | TtsArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
-    """The model's tokenizer, the ids that end a response, and its config; ends the program where they do not load."""
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        fail(f"--model {args.model}: its config or tokenizer cannot be loaded: {str(error).splitlines()[0]}")
-    try:
-        generation_config = GenerationConfig.from_pretrained(args.model)
-    except OSError:  # many base models have none
-        generation_config = None
-    limit = getattr(config, "max_position_embeddings", args.max_length)
-    if args.max_length > limit:
-        fail(f"--max-length {args.max_length}: the model has {limit} positions")
-    return tokenizer, data.stop_token_ids(tokenizer, config, generation_config), config
-
-
-def quiet(verbose: bool) -> None:
-    """Keep transformers from reporting on what it loads, unless `verbose`."""
-    if not verbose:
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 @contextlib.contextmanager

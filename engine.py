@@ -109,7 +109,8 @@ class Engine:
 
     model: a folder or a hub id. detect_length: L_detect in tokens. max_model_len: prompt and response together, in tokens.
     tensor_parallel: successive ranks that drive this engine in lockstep. kv_cache_gb: size of the KV cache on a CPU.
-    gpu_memory_utilization: share of the GPU for weights and KV cache, which `sleep` gives back. Raises ValueError for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, with which sleep frees nothing.
+    gpu_memory_utilization: share of the GPU for weights and KV cache, which `sleep` gives back. Raises ValueError for
+    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, with which sleep frees nothing.
     """
 
     def __init__(

@@ -165,7 +165,6 @@ from torch import Tensor
 
 import data
 import voting
-from arrol import load_tokenizer, quiet, start_process_group, working_dtype
 from checkpoint import load_head
 from confidence import Confidence
 from early_stop import early_stop
@@ -173,7 +172,9 @@ from engine import Engine, Rollout, Sampling
 from evaluation import Benchmark, contaminated, load_benchmark
 from grader import Grader
 from judge import Candidates, Judge, candidates_curve, hits, sample_scores, signal_quality, with_interval
+from prepare import load_tokenizer, quiet, working_dtype
 from quality_head import QualityHead
+from ranks import start_process_group
 
 # ------------------------------------------------------------------ the program
 

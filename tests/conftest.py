@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from args import TINY
-from arrol import start_process_group
 from engine import Engine
+from ranks import start_process_group
 
 DETECT = 12
 

@@ -1,6 +1,6 @@
 """Laws of the learner, on small random Qwen3 and Llama models in float32.
 
-G and E numbers name faults known from other trainers; each test says in words what went wrong there.
+Public threads such as trl#5773 name faults that other trainers had; each test says in words what went wrong there.
 """
 
 from __future__ import annotations

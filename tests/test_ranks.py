@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from args import TINY, parse
 from arrol import Trainer
+from ranks_worker import FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ("grpo", "dapo", "one prompt")
@@ -55,6 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "two" / "grpo", folder / "resumed")
     shutil.rmtree(folder / "resumed" / "checkpoint-4")
     start(1, "tests/ranks_worker.py", folder / "one", folder / "resumed" / "checkpoint-2")
+    start(2, "arrol.py", *FLAGS, "--tp", 2, "--output", folder / "tensor parallel")
     return folder
 
 
@@ -133,6 +135,13 @@ def test_one_rank_goes_on_where_two_were(runs: Path) -> None:
     """Shards of two ranks are read by one, with the data position, the head and its windows."""
     same_rollouts(runs / "resumed", runs / "one" / "grpo")
     assert distance(weights(runs / "resumed"), weights(runs / "one" / "grpo")) < 2e-6
+
+
+def test_two_ranks_with_one_engine_sample_and_learn_what_one_does(runs: Path) -> None:
+    """Tensor parallel: each has a part of every layer, the sums are rounded otherwise; the survivors are shared out for the update."""
+    same_rollouts(runs / "tensor parallel", runs / "one" / "grpo")
+    assert distance(weights(runs / "tensor parallel"), weights(runs / "one" / "grpo")) < 2e-6
+    assert max(line.get("gap_max", 0.0) for line in lines(runs / "tensor parallel", "metrics")) < 1e-3
 
 
 def test_a_rank_without_prompts_takes_part(runs: Path) -> None:

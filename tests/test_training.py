@@ -25,6 +25,7 @@ from engine import Engine, EngineError, NothingScored, Rollout, Sampling
 from evaluation import EvalSet
 from grader import Grader, Verdict
 from grpo import SamplerGapError
+from prepare import load_prompts
 
 ROOT = Path(arrol.__file__).parent
 
@@ -283,7 +284,7 @@ def eval_sets(tmp_path: Path, *specs: str, **changes: object) -> tuple[list[data
     training = problem_file(tmp_path / "train.jsonl", data.sums(60, 1, terms=(3, 5)))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
     args = parse(["--dataset", training, *flags, "--eval-data", *specs])
-    return arrol.load_prompts(args, AutoTokenizer.from_pretrained(TINY))
+    return load_prompts(args, AutoTokenizer.from_pretrained(TINY))
 
 
 LONG = data.Problem("long", "+".join(["15"] * 30) + "=?", "450")  # 90 tokens
