@@ -41,6 +41,16 @@ def start(flags: list[str], ranks: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
 
 
+def first_step(process: subprocess.Popen[bytes], run: Path) -> None:
+    """Wait until the first training step is done."""
+    while process.poll() is None and not any('"step": 1,' in line for line in open_lines(run / "metrics.jsonl")):
+        time.sleep(0.1)
+
+
+def open_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def finish(process: subprocess.Popen[bytes], what: str) -> None:
     errors = process.communicate()[1]
     if process.returncode:
@@ -86,11 +96,14 @@ def main() -> None:
     moments, bad = random.Random(own.seed), 0
     with tempfile.TemporaryDirectory() as temporary:
         folder, begun = Path(temporary), time.monotonic()
-        finish(start([*RUN, *flags, "--output", str(folder / "undisturbed")], own.ranks), "the undisturbed run")
+        process = start([*RUN, *flags, "--output", str(folder / "undisturbed")], own.ranks)
+        first_step(process, folder / "undisturbed")
+        early = time.monotonic() - begun
+        finish(process, "the undisturbed run")
         duration = time.monotonic() - begun
-        print(f"undisturbed: {duration:.0f} s", flush=True)
+        print(f"undisturbed: the first step after {early:.0f} s, the end after {duration:.0f} s", flush=True)
         for kill in range(own.kills):
-            run, after = folder / f"killed-{kill}", moments.uniform(0, duration)
+            run, after = folder / f"killed-{kill}", moments.uniform(early, duration)
             kill_after(start([*RUN, *flags, "--output", str(run)], own.ranks), after)
             kept, half = complete(run), [path.name for path in run.glob(".writing-*")]
             again = ["--resume", str(run)] if kept else [*RUN, *flags, "--output", str(run) + "-anew"]
