@@ -45,7 +45,9 @@ def start_process_group(tensor_parallel: int = 1) -> torch.device:
         os.environ.setdefault(name, value)
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if ranks % tensor_parallel:
-        raise RuntimeError(f"--tp {tensor_parallel}: {ranks} ranks cannot be divided into engines of so many")
+        raise RuntimeError(
+            f"--tp {tensor_parallel}: {ranks} ranks cannot be divided into engines of so many; start a multiple by torchrun"
+        )
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         if local >= torch.cuda.device_count():

@@ -343,13 +343,16 @@ def prepare(args: TtsArgs) -> tuple[Benchmark, QualityHead | None, Tensor | None
                 raise ValueError(f"--head {error}") from error
             if args.early_stop and detect_length not in (None, args.detect_length):
                 raise ValueError(f"--detect-length {args.detect_length}: {args.head} was trained at {detect_length}")
-        print(benchmark.report)
         if args.trained_on:
             try:
                 seen = contaminated(benchmark.problems, data.load(args.trained_on)[0])
             except ValueError as error:
                 raise ValueError(str(error).replace("--dataset", "--trained-on", 1)) from error
-            print(f"contaminated: {len(seen)} of {len(benchmark.problems)} problems are in {args.trained_on}")
+            report = f"{benchmark.report}; CONTAMINATED: {len(seen)} of them are in {args.trained_on}"
+            benchmark = dataclasses.replace(benchmark, report=report)  # scores.json has it too
+        print(benchmark.report)
+        if args.early_stop and head is None:
+            print("--early-stop: without a --head, by confidence alone")
     except ValueError as error:
         fail(str(error))
     return benchmark, head, table
