@@ -3,13 +3,21 @@ PYTHON ?= python3
 # Foreign packages must not shadow those in .venv.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo test install clean
+.PHONY: demo test bench install clean
 
 demo: install
 	.venv/bin/python arrol.py
 
 test: install
 	.venv/bin/python -m pytest tests
+
+# In at most 100 minutes on 2 idle cores; training runs are kept in bench/runs and not repeated. One that fails does not stop the others.
+BENCHES = theory speed head accuracy pruning keep_ratio convergence voting
+
+bench: install
+	@failed=; for name in $(BENCHES); do \
+		echo "== bench/$$name.py"; .venv/bin/python bench/$$name.py || failed="$$failed $$name"; \
+	done; .venv/bin/python bench/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 install:
 	@$(PYTHON) install.py

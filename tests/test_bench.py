@@ -1,0 +1,275 @@
+"""The tables of bench/: what they make of runs whose numbers are known, and of runs that are there already or crashed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import accuracy, convergence, keep_ratio, pruning, report, speed
+from bench.runs import Plan, Run, command, interpolate, load, read_flags, scores, train
+from bench.tables import estimate, estimates, named, pairs, provenance, save
+
+rewards_and_count = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=8).flatmap(
+    lambda rewards: st.tuples(st.just(rewards), st.integers(1, len(rewards)))
+)
+
+
+def run_of(method: str, seed: int, seconds: float, scores_at: list[float], rewards: list[float] | None = None) -> Run:
+    """A run of 4 steps of equal length, the first without pruning, evaluated before it and after every other step."""
+    rewards = rewards or [0.5] * 4
+    lines: list[dict] = [{"step": 0, "eval/held-out/avg@16": scores_at[0]}]
+    for step in range(1, 5):
+        line = {
+            "step": step,
+            "wall_clock": seconds * step / 4,
+            "time_step": seconds / 4,
+            "reward": rewards[step - 1],
+            "rho_mean": rewards[step - 1],
+            "rho_variance": 0.25 if step == 1 else 0.2,
+            "zero_variance_after": 0.5,
+            "keep_ratio": 1.0 if step == 1 else 0.5,
+        }
+        if step % 2 == 0:
+            line["eval/held-out/avg@16"] = scores_at[step // 2]
+        lines.append(line)
+    record = {"method": method, "seed": seed, "crash": None, "seconds": seconds, "machine": {}, "code": "abc"}
+    return Run(method, seed, Path("nowhere"), {"cold_start": 1}, lines, record)
+
+
+def crash(run: Run) -> Run:
+    return dataclasses.replace(run, record=run.record | {"crash": {"status": 1, "step": 2, "error": "no memory"}})
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_interval_is_students_t_of_the_paired_differences() -> None:
+    """Differences 1, 2, 3: mean 2, standard error 1 / √3, t(2) = 4.303. Pairing takes what a seed does to both methods out."""
+    first = [run_of("GRPO", seed, 100.0, [0.0, 0.0, 10.0 * seed]) for seed in range(3)]
+    second = [run_of("GRPO + ARRoL", seed, 100.0, [0.0, 0.0, 11.0 * seed + 1.0]) for seed in range(3)]
+    found = estimate([b.score("avg") - a.score("avg") for a, b in pairs(first, second)])
+    assert (found.mean, found.high) == (2.0, pytest.approx(2.0 + 4.303 / math.sqrt(3)))
+    assert found.low == pytest.approx(2.0 - 4.303 / math.sqrt(3))
+    assert found.show("+.1f") == "+2.0 (−0.5 to +4.5)" and found.show(".1f") == "2.0 ± 2.5"
+    assert estimate([0.7]).show() == "0.700"  # one seed has no interval
+    with pytest.raises(ValueError, match="no pair"):
+        pairs(first, second[::-1])
+
+
+def test_a_score_is_the_mean_over_sets_that_have_it() -> None:
+    line = {
+        "step": 1,
+        "eval/a/avg@16": 0.2,
+        "eval/b/avg@32": 0.4,
+        "eval/a/greedy": 0.5,
+        "eval/b/pass@16": 0.9,
+        "loss": 1.0,
+    }
+    assert scores(line) == {"avg": pytest.approx(0.3), "greedy": 0.5, "pass@16": 0.9}
+
+
+def test_equal_time_lies_on_the_line_between_two_evaluations() -> None:
+    points = [(0.0, 0.5), (100.0, 0.7), (200.0, 0.8)]
+    assert interpolate(points, 150.0) == pytest.approx(0.75) and interpolate(points, 200.0) == 0.8
+    for outside in (-1.0, 200.1):  # nobody knows what it would have been
+        with pytest.raises(ValueError, match="not within"):
+            interpolate(points, outside)
+
+
+@pytest.mark.parametrize(("seconds", "plain_at", "pruned_at"), [(50.0, 0.6, 0.9), (200.0, 0.7, 0.75)])
+def test_equal_time_is_when_the_faster_run_ended(seconds: float, plain_at: float, pruned_at: float) -> None:
+    """GRPO: 0.5, 0.6 after 50 s, 0.7 after 100 s. ARRoL ends with 0.9 after 50 s, or is half as fast: then it had 0.75 after 100 s."""
+    plain = run_of("GRPO", 0, 100.0, [0.5, 0.6, 0.7])
+    pruned = run_of("GRPO + ARRoL", 0, seconds, [0.5, 0.75, 0.9])
+    found = accuracy.compare(plain, pruned)
+    assert found["avg, equal time, plain"] == pytest.approx(plain_at)
+    assert found["avg, equal time, pruned"] == pytest.approx(pruned_at)
+    assert found["avg, equal steps, difference"] == pytest.approx(0.2)
+    assert found["speed-up"] == found["speed-up of a step"] == pytest.approx(100.0 / seconds)
+
+
+def test_keep_ratios_leave_the_cold_start_out_of_what_was_kept() -> None:
+    plain, run = run_of("GRPO", 0, 100.0, [0.5, 0.6, 0.7]), run_of("GRPO + ARRoL", 0, 80.0, [0.5, 0.7, 0.8])
+    found = keep_ratio.against(plain, run)
+    assert (found["keep_ratio"], found["rho_variance"]) == (0.5, pytest.approx(0.2))
+    assert (found["difference"], found["speed-up"]) == (pytest.approx(0.1), 1.25)
+
+
+def test_convergence_is_the_time_to_the_last_reward_of_grpo() -> None:
+    """Smoothed over 5 steps: GRPO 0.2, 0.2, 0.3, 0.4; the other is at 0.4 after its second step, 40 s; one at 0.1 never is."""
+    plain = run_of("GRPO", 0, 100.0, [0, 0, 0], [0.2, 0.2, 0.5, 0.7])
+    quick = run_of("GRPO + ARRoL", 0, 80.0, [0, 0, 0], [0.2, 0.6, 0.7, 0.9])
+    never = run_of("GRPO + random", 0, 80.0, [0, 0, 0], [0.1] * 4)
+    found = convergence.compare({"GRPO": [plain], "GRPO + ARRoL": [quick], "GRPO + random": [never]})
+    assert (found["GRPO + ARRoL"]["time"].mean, found["GRPO + ARRoL"]["ahead"].mean) == (40.0, 2.5)
+    assert found["GRPO"]["equal time"].mean == pytest.approx(0.3 + 0.1 * 5 / 25)  # at 80 s
+    assert "time" not in found["GRPO + random"] and found["GRPO + random"]["last"].mean == pytest.approx(0.1)
+
+
+# ------------------------------------------------------------------ selectors
+
+
+@given(rewards_and_count)
+@settings(max_examples=60, deadline=None)
+def test_selectors_against_all_subsets(group: tuple[list[float], int]) -> None:
+    """PODS reaches the largest variance of all subsets. CPPO's least advantage is no smaller than any that it left out. The random
+    choice's expectation is the mean over all subsets."""
+    rewards, count = group
+    every = [[rewards[i] for i in chosen] for chosen in itertools.combinations(range(len(rewards)), count)]
+    chosen = pruning.pods(rewards, count)
+    assert len(set(chosen)) == count
+    assert statistics.pvariance([rewards[i] for i in chosen]) == max(map(statistics.pvariance, every))
+    kept, mean = pruning.cppo(rewards, count), statistics.fmean(rewards)
+    left = [abs(rewards[i] - mean) for i in range(len(rewards)) if i not in kept]
+    assert len(set(kept)) == count and min(abs(rewards[i] - mean) for i in kept) >= max(left, default=0.0)
+    expected = [pruning.balance(subset) for subset in every]
+    for key, value in pruning.random_balance(rewards, count).items():
+        assert value == pytest.approx(statistics.fmean(one[key] for one in expected), abs=1e-12)
+
+
+def test_selectors_on_rewards_that_are_not_binary() -> None:
+    assert pruning.pods([0.1, 0.5, 0.9, 0.45], 2) == [0, 2] and pruning.cppo([0.0, 0.5, 1.2, 0.5], 1) == [2]
+    with pytest.raises(ValueError, match="cannot be kept"):
+        pruning.pods([0.0, 1.0], 3)
+
+
+def test_selectors_see_complete_groups_after_the_cold_start(tmp_path: Path) -> None:
+    """A group with a rollout that was not judged (a timeout) is no complete group; the cold start is left out."""
+
+    def row(step: int, group: int, verdict: str | None) -> dict:
+        return {"step": step, "group": group, "answer": None, "verdict": verdict}
+
+    rows = [row(1, 0, "right"), row(1, 0, "wrong"), row(2, 1, "right"), row(2, 1, "timeout")]
+    rows += [row(2, 2, kind) for kind in ("wrong", "right", "no answer", "wrong")]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    run = dataclasses.replace(run_of("GRPO", 0, 1.0, [0, 0, 0]), folder=tmp_path)
+    assert list(pruning.complete_groups(run)) == [[0.0, 1.0, 0.0, 0.0]]
+    found = pruning.select(run, 0.5)
+    assert found["all"]["rho_variance"] == pytest.approx(3 / 16) and found["PODS"]["rho_variance"] == 0.25
+    assert found["CPPO"]["zero_variance"] == 0.0 and found["random"]["zero_variance"] == pytest.approx(0.5)
+
+
+def test_speed_limits_follow_from_token_counts() -> None:
+    """Half of the tokens at half of the time: the whole of what the counts allow, in each phase and in the step."""
+    times = {"generate": 4.0, "logprob": 2.0, "update": 2.0, "grade": 0.0, "head": 0.0, "sync": 0.0, "step": 8.0}
+    plain = {f"time_{name}": seconds for name, seconds in times.items()}
+    plain |= {"tokens_generated": 800, "tokens_trained": 800, "rollouts": 40, "pruned": 0}
+    pruned = {f"time_{name}": seconds / 2 for name, seconds in times.items()}
+    pruned |= {"tokens_generated": 400, "tokens_trained": 400, "rollouts": 40, "pruned": 20}
+    found = speed.compare([plain] * 3, [pruned] * 3, prompt_tokens=5.0)
+    for phase in ("generate", "logprob", "update", "step"):
+        assert found[phase]["medians"] == found[phase]["allowed"] == found[phase]["ratio"].mean == 2.0
+    assert found["grade"]["medians"] is None  # no division by no time at all
+
+
+# ------------------------------------------------------------------ runs, whole program
+
+
+def plan_in(folder: Path, *flags: str) -> Plan:
+    small = (
+        "--steps",
+        "1",
+        "--prompts",
+        "2",
+        "--group-size",
+        "2",
+        "--cold-start",
+        "0",
+        "--eval-problems",
+        "2",
+        "--eval-n",
+        "1",
+    )
+    own = ("--seeds", "0", "--runs", str(folder), "--results", str(folder))
+    return read_flags(command("test"), [*own, *small, *flags])[0]
+
+
+def test_a_run_that_ended_is_used_again(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    (first,) = train(plan, ["GRPO"])["GRPO"]
+    assert not first.crashed and [line["step"] for line in first.lines] == [0, 1]
+    assert first.args["prune"] == "none" and (first.folder / "checkpoint-1").is_dir()
+    before = (first.folder / "metrics.jsonl").stat().st_mtime_ns
+    (again,) = train(plan, ["GRPO"])["GRPO"]
+    assert again == first and (again.folder / "metrics.jsonl").stat().st_mtime_ns == before
+    assert plan_in(tmp_path, "--lr", "0.1").folder("GRPO", 0)[0] != first.folder  # other flags, another run
+    assert plan.folder("GRPO + ARRoL", 0)[0] != first.folder != plan.folder("GRPO", 1)[0]
+
+
+def test_a_run_that_crashed_stays_crashed_and_every_table_says_so(tmp_path: Path) -> None:
+    """A limit on the gap between sampler and trainer that rounding exceeds ends the run in its first step."""
+    plan = plan_in(tmp_path, "--max-gap", "1e-12")
+    runs = train(plan, ["GRPO"])
+    (run,) = runs["GRPO"]
+    assert run.crashed and run.record["crash"]["status"] == 1 and "the limits are 1e-12" in run.record["crash"]["error"]
+    assert str(tmp_path) not in run.record["crash"]["error"]  # it goes into a page that others read
+    assert named("GRPO", runs["GRPO"]) == "GRPO (seed 0 **crashed** at step 0)"
+    before = (run.folder / "run.json").stat().st_mtime_ns
+    assert train(plan, ["GRPO"])["GRPO"] == [run] and (run.folder / "run.json").stat().st_mtime_ns == before
+    assert provenance(runs, plan)["crashed"][0]["seed"] == 0 and load(run.folder) == run
+
+
+def test_a_run_shorter_than_its_cold_start_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan_in(tmp_path, "--cold-start", "1")
+    assert "--cold-start 1, after which pruning begins" in capsys.readouterr().err
+
+
+def test_a_crash_leaves_no_number_in_a_mean(tmp_path: Path) -> None:
+    """Its seed drops out of both columns; where all crashed, there is a dash and no table fails."""
+    plain = [run_of("GRPO", seed, 100.0, [0.5, 0.6, 0.7]) for seed in (0, 1)]
+    pruned = [run_of("GRPO + ARRoL", seed, 50.0, [0.5, 0.6, 0.8 + seed]) for seed in (0, 1)]
+    runs = {"GRPO": plain, "GRPO + ARRoL": [pruned[0], crash(pruned[1])]}
+    runs |= {"DAPO": [crash(run) for run in plain], "DAPO + ARRoL": pruned}
+    found = {
+        a: estimates([accuracy.compare(*pair) for pair in pairs(runs[a], runs[b])]) for a, b in accuracy.PAIRS.items()
+    }
+    assert found["GRPO"]["avg, equal steps, pruned"].values == [0.8]
+    text = accuracy.table(found, runs, 16)
+    assert "GRPO + ARRoL (seed 1 **crashed** at step 2) | 0.800" in text
+    assert "DAPO (seed 0 **crashed** at step 2, seed 1 **crashed** at step 2) | – |" in text
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_the_page_says_differences_first_then_targets_then_tables(tmp_path: Path) -> None:
+    gain = {"mean": 0.01, "low": -0.005, "high": 0.025}
+    pair = {
+        "avg, equal steps, difference": gain,
+        "avg, equal time, difference": {"mean": -0.1, "low": -0.2, "high": 0.0},
+    }
+    save("accuracy", tmp_path, {"pairs": {"GRPO": pair}, "crashed": []}, "## Accuracy\n\n| a |")
+    bad = {"method": "GRPO", "seed": 1, "step": 3, "error": "no memory"}
+    phases = {"step": {"ratio": {"mean": 1.7, "low": 1.65, "high": 1.75}}}
+    save("speed", tmp_path, {"phases": phases, "crashed": [bad]}, "# Time\n\n## By phase")
+    (tmp_path / "differences.md").write_text("Voting did not help.\n")
+    text = report.assemble(tmp_path)
+    order = [
+        "Voting did not help.",
+        "## Targets",
+        "seed 1, after step 3: no memory",
+        "## Accuracy",
+        "## Time",
+        "### By phase",
+    ]
+    assert sorted(order, key=text.index) == order
+    assert "at least 0 | +0.010 (−0.005 to +0.025) | **met** by the mean; the interval holds less, too |" in text
+    assert "equal time, above 0 | −0.100 (−0.200 to +0.000) | **not met**, though the interval reaches it |" in text
+    assert "at least 1.6 × faster | 1.70 (1.65 to 1.75) | **met** |" in text
+    assert "majority, at least 0 | no result | **not measured** |" in text
+    assert "Not run: convergence, pruning, keep_ratio, voting, head, theory." in text
+
+
+def test_zero_is_at_least_zero_and_not_above_it() -> None:
+    found = {"mean": 0.0, "low": None, "high": None}
+    assert report.verdict(found, 0.0, strictly=False) == "met (no interval)"
+    assert report.verdict(found, 0.0, strictly=True) == "**not met**"
