@@ -1,4 +1,4 @@
-"""What bench/theory.py claims, at points that can be worked out by hand (Sec. 4.1, App. A.4)."""
+"""What bench/theory.py claims, at points that can be worked out by hand (Sec. 4.1, App. A.4); and what bench/head.py counts by itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.head import curve, halves, threshold_accuracy, with_logprob
 from bench.theory import (
     TARGET,
     TwoBuffers,
@@ -104,3 +105,36 @@ def test_printed_tilt_moves_hard_groups_away_from_balance() -> None:
     ratio = {"printed": (printed * q).sum(1) / printed.sum(1), "group": (group * q).sum(1) / group.sum(1)}
     assert ratio["printed"][0] < 0.25 and ratio["printed"][1] < 0.75
     assert 0.25 < ratio["group"][0] < 0.5 < ratio["group"][1] < 0.75
+
+
+def test_halves_share_no_problem() -> None:
+    """A head judged on problems that it was trained on would know their difficulty."""
+    groups = torch.tensor([5, 5, 9, 9, 9, 2, 7, 7])
+    for train, test in halves(groups, seed=3):
+        assert (train ^ test).all()
+        assert set(groups[train].tolist()).isdisjoint(groups[test].tolist())
+        assert len(groups[train].unique()) == 2
+
+
+def test_threshold_is_chosen_on_old_rows() -> None:
+    """The best cut of the old rows lies below 0.4, with one mistake; of the new rows two of three are then right."""
+    values, labels = torch.tensor([0.1, 0.2, 0.4, 0.5, 0.9]), torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0])
+    assert threshold_accuracy(
+        values, labels, torch.tensor([0.3, 0.45, 0.6]), torch.tensor([1.0, 1.0, 1.0])
+    ) == pytest.approx(2 / 3)
+    assert threshold_accuracy(values, 0 * labels, values, 0 * labels) == 1.0  # none right: nothing is called right
+    assert math.isnan(threshold_accuracy(values, labels, values[:0], labels[:0]))
+
+
+def test_curve_counts_every_row() -> None:
+    """Of each tenth that has rows: mean q, positive ratio, share."""
+    points = curve(torch.tensor([0.05, 0.05, 0.95, 1.0]), torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    assert points == [pytest.approx([0.05, 0.5, 0.5]), pytest.approx([0.975, 1.0, 0.5])]
+
+
+def test_logprob_is_scaled_by_training_rows_alone() -> None:
+    states, logprob = torch.tensor([[1.0, -1.0], [3.0, -3.0], [9.0, 9.0]]), torch.tensor([-1.0, -3.0, -100.0])
+    train = torch.tensor([True, True, False])
+    column = with_logprob(states, logprob, train)[:, 2]
+    assert column[:2].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert column[:2].std().item() == pytest.approx(states[:2].std().item())
