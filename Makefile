@@ -11,7 +11,7 @@ demo: install
 test: install
 	.venv/bin/python -m pytest tests
 
-# In at most 100 minutes on 2 idle cores; training runs are kept in bench/runs and not repeated. One that fails does not stop the others.
+# About 95 minutes on 2 idle cores, 71 of them training, estimated; runs are kept in bench/runs and not repeated. One that fails does not stop the others.
 BENCHES = theory speed head accuracy pruning keep_ratio convergence voting
 
 bench: install

@@ -41,7 +41,7 @@ METHODS = {
     "GRPO + ARRoL, κ = 0.75": "--algo grpo --prune arrol --keep-ratio 0.75",
 }
 # Minutes of training on 2 idle cores, estimated: 2.8 (GRPO), 2.0 (ARRoL), 3.4 (DAPO), 2.4 (DAPO + ARRoL), 2.0 (random), 1.7 and 2.4
-# (κ = 0.25 and 0.75); besides, for each run, 0.5 for four evaluations and 0.3 to start. All 21 runs: 67.
+# (κ = 0.25 and 0.75); besides, for each run, 0.7 for four evaluations and 0.3 to start. All 21 runs: 71.
 EMBEDDED = "--steps 30 --prompts 16 --eval-problems 100"
 EVALUATION = "--baseline-steps 0 --eval-every 10 --eval-n 16"
 RECORD = "run.json"

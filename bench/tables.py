@@ -56,7 +56,7 @@ class Estimate:
     def show(self, form: str = ".3f") -> str:
         """`0.759 ± 0.012`; for a signed form `+0.010 (−0.002 to +0.022)`, for which it matters where 0 is."""
         if self.low is None or self.high is None:
-            return format(self.mean, form)
+            return format(self.mean, form).replace("-", "−")
         if form.startswith("+"):
             return f"{self.mean:{form}} ({self.low:{form}} to {self.high:{form}})".replace("-", "−")
         return f"{self.mean:{form}} ± {(self.high - self.low) / 2:{form}}"
@@ -183,7 +183,8 @@ def plot_seeds(axes: Axes, name: str, color: str, curves: Sequence[Sequence[tupl
         axes.plot(*zip(*curve), color=color, alpha=0.35, linewidth=0.7)
     if not curves:
         return
-    grid = np.linspace(max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves), 200)
+    first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    grid = sorted({x for curve in curves for x, _ in curve if first <= x <= last})
     mean = np.mean([np.interp(grid, *zip(*curve)) for curve in curves], axis=0)
     axes.plot(grid, mean, color=color, linewidth=2.2, label=name, zorder=3)
 
