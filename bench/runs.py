@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -202,6 +203,7 @@ def _train_one(folder: Path, steps: int, flags: list[str], method: str, seed: in
         folder.mkdir(parents=True)
         flags = [*flags, "--output", str(folder)]
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the training run would outlive this program
     status = run_program([str(ROOT / "arrol.py"), *flags], folder, title, steps)
     lines = load_metrics(folder)
     step = int(lines[-1]["step"]) if lines else 0
@@ -236,11 +238,11 @@ def run_program(program: list[str], folder: Path, title: str, steps: int = 0) ->
                     except subprocess.TimeoutExpired:
                         lines = load_metrics(folder) if steps else []
                         bar.update(int(lines[-1]["step"]) - bar.n if lines else 0)
-        except BaseException:
+        except KeyboardInterrupt:
             process.terminate()
             process.wait()
-            raise
-    if process.returncode == 130:
+            sys.exit(f"{title}: interrupted; the same command goes on")
+    if process.returncode in (130, -signal.SIGINT, -signal.SIGTERM):
         sys.exit(f"{title}: interrupted; the same command goes on")
     if process.returncode == 2:
         sys.exit(f"{title}: {last_words(folder)}")
