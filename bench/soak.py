@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    children = (Path(f"/proc/{pid}/task") / str(pid) / "children").read_text().split()
+    """A process and all that descend from it, whichever thread started them."""
+    children = [
+        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
     return [pid, *(member for child in children for member in family(int(child)))]
 
 
@@ -30,13 +32,15 @@ def command(pid: int) -> str:
 
 
 def reading(launcher: int) -> dict[str, list[float]]:
-    """Resident MB and open files of each rank, and the number of processes in all."""
+    """Resident MB and open files of each rank, but for the two pipes to each of its grading workers, which start when they are first
+    needed; and the number of processes in all."""
     members = family(launcher)
     ranks = [pid for pid in members if "arrol.py" in command(pid) and pid != launcher]
+    workers = [sum("--grade-worker" in command(child) for child in family(pid)) for pid in ranks]
     status = [Path(f"/proc/{pid}/status").read_text() for pid in ranks]
     return {
         "MB": [int(text.split("VmRSS:")[1].split()[0]) / 1024 for text in status],
-        "files": [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in ranks],
+        "files": [len(list(Path(f"/proc/{pid}/fd").iterdir())) - 2 * n for pid, n in zip(ranks, workers, strict=True)],
         "processes": [len(members)],
     }
 
