@@ -19,6 +19,7 @@ under FSDP; what head, calibration and metrics are made of is gathered, so that 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import math
@@ -197,7 +198,7 @@ class Trainer:
         prompts, mine, batch, usable = self._sample(clock)
         with timed(clock, "sync"):
             self.engine.sleep()
-        memory = memory_in_use(self.device)
+        memory = max(gather(memory_in_use(self.device)))
         advantages = self._advantages(prompts, batch, usable)
         learned = self._update(prompts, mine, advantages)
         clock["logprob"], clock["update"] = learned.pop("logprob_s"), learned.pop("update_s")
@@ -437,10 +438,12 @@ def timed(clock: dict[str, float], phase: str) -> Iterator[None]:
 
 
 def memory_in_use(device: torch.device) -> float:
-    """GB of the GPU that are taken, by whomever; without one, resident GB of this process."""
+    """GB of the GPU that are taken, by whomever; without one, resident GB of this process, once malloc has given back what is free:
+    fragments of it, which come and go with the sizes of batches, would look like a leak (10 ms)."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 1e9
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 

@@ -2,8 +2,9 @@
 
     python bench/soak.py --prompts 4 --group-size 8       200 steps on 2 ranks, about 10 minutes on 2 CPU cores
 
-Reads the resident memory and the open files of every rank, and counts the processes under them, at step 20 and at the end. Exits with status
-1 if memory grew by more than 5%, if there are more open files, or if a process outlives the run. Flags of arrol.py go too.
+Reads the memory (`memory_gb` of metrics.jsonl, of the rank that takes most), the open files of every rank and the number of processes,
+at step 20 and at the end. Exits with status 1 if memory grew by more than 5%, if there are more open files, or if a process outlives the
+run. Flags of arrol.py go too.
 """
 
 from __future__ import annotations
@@ -32,23 +33,22 @@ def command(pid: int) -> str:
 
 
 def reading(launcher: int) -> dict[str, list[float]]:
-    """Resident MB and open files of each rank, but for the two pipes to each of its grading workers, which start when they are first
+    """Open files of each rank, but for the two pipes to each of its grading workers, which start when they are first
     needed; and the number of processes in all."""
     members = family(launcher)
     ranks = [pid for pid in members if "arrol.py" in command(pid) and pid != launcher]
     workers = [sum("--grade-worker" in command(child) for child in family(pid)) for pid in ranks]
-    status = [Path(f"/proc/{pid}/status").read_text() for pid in ranks]
     return {
-        "MB": [int(text.split("VmRSS:")[1].split()[0]) / 1024 for text in status],
         "files": [len(list(Path(f"/proc/{pid}/fd").iterdir())) - 2 * n for pid, n in zip(ranks, workers, strict=True)],
         "processes": [len(members)],
     }
 
 
-def step_of(run: Path) -> int:
+def newest(run: Path) -> dict[str, float]:
+    """The last whole line of metrics.jsonl; {"step": -1} if there is none."""
     path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1])["step"] if lines else -1
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1]) if lines else {"step": -1}
 
 
 def main() -> None:
@@ -71,10 +71,11 @@ def main() -> None:
         seen: set[int] = set()
         while launcher.poll() is None:
             time.sleep(0.2)
-            step = step_of(run)
+            metrics = newest(run)
+            step = metrics["step"]
             try:
-                if step >= 0 and step not in readings and (step % 20 == 0 or step == own.steps - 1):
-                    readings[step] = reading(launcher.pid)
+                if step > 0 and step not in readings and (step % 20 == 0 or step == own.steps - 1) and step < own.steps:
+                    readings[step] = reading(launcher.pid) | {"MB": [1000 * metrics["memory_gb"]]}
                     seen.update(family(launcher.pid))
                     print(f"step {step:4d}: {readings[step]}", flush=True)
             except (FileNotFoundError, ProcessLookupError):  # a process that ended meanwhile
