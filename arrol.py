@@ -68,7 +68,7 @@ from grpo import (
     shard,
 )
 from memory import first_misfit
-from prepare import load_prompts, load_tokenizer, quiet, working_dtype
+from prepare import engine_from, load_prompts, load_tokenizer, quiet, working_dtype
 from pruner import Pruner
 from ranks import barrier, engine_number, gather, leads, node_by_node, of_first, part, rank, say, share
 from ranks import start_process_group, world_size
@@ -455,7 +455,7 @@ def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
     """What the runs of one process share: data, grader, engine. Yields the function that builds a run from its flags."""
     quiet(args.verbose)
     try:
-        device, engine = start_process_group(args.tp), None
+        device = start_process_group(args.tp)
     except RuntimeError as error:
         fail(str(error))
     try:
@@ -466,24 +466,10 @@ def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
                 if problem := first_misfit(config, args, world_size(), total):
                     fail(f"--model {args.model}: {problem}")
             prompts, eval_sets = load_prompts(args, tokenizer)
-        with Grader(args.grader_workers) as grader:
-            engine = Engine(
-                args.model,
-                args.detect_length,
-                args.max_length,
-                args.max_num_seqs,
-                tensor_parallel=args.tp,
-                dtype=working_dtype(device),
-                seed=args.seed,
-                gpu_memory_utilization=args.gpu_memory_utilization,
-                kv_cache_gb=args.kv_cache_gb,
-                verbose=args.verbose,
-            )
+        with Grader(args.grader_workers) as grader, engine_from(args, device, args.tp) as engine:
             engine.sleep()  # before the trainer's weights go to the GPU
             yield lambda flags: Trainer(flags, engine, tokenizer, prompts, eval_sets, stop_token_ids, grader, device)
     finally:
-        if engine is not None:
-            engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

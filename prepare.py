@@ -1,14 +1,16 @@
-"""What a run needs before an engine starts: the tokenizer, the prompts to train on, the sets to evaluate on.
+"""What a run needs before it starts: the tokenizer, the prompts to train on, the sets to evaluate on, and the engine itself.
 
 Bad input ends the program here, with one sentence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 import data
 from args import Args, fail
+from engine import Engine
 from evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
 from ranks import say
 
@@ -98,3 +101,24 @@ def quiet(verbose: bool) -> None:
 def working_dtype(device: torch.device) -> torch.dtype:
     """What weights are sampled with and saved in: bfloat16 on a GPU; a CPU without AVX512-BF16 emulates it, 10 times slower."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@contextlib.contextmanager
+def engine_from(args: Args | TtsArgs, device: torch.device, tensor_parallel: int = 1) -> Iterator[Engine]:
+    """The engine that the flags ask for, taken down at the end; the process group, which it uses, must outlive it."""
+    engine = Engine(
+        args.model,
+        args.detect_length,
+        args.max_length,
+        args.max_num_seqs,
+        tensor_parallel=tensor_parallel,
+        dtype=working_dtype(device),
+        seed=args.seed,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_gb=args.kv_cache_gb,
+        verbose=args.verbose,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()

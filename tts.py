@@ -172,7 +172,7 @@ from engine import Engine, Rollout, Sampling
 from evaluation import Benchmark, contaminated, load_benchmark
 from grader import Grader
 from judge import Candidates, Judge, candidates_curve, hits, sample_scores, signal_quality, with_interval
-from prepare import load_tokenizer, quiet, working_dtype
+from prepare import engine_from, load_tokenizer, quiet
 from quality_head import QualityHead
 from ranks import start_process_group
 
@@ -371,26 +371,13 @@ def workbench(args: TtsArgs, benchmark: Benchmark, head: QualityHead | None) -> 
             f"--head {args.head}: it reads states of {head.hidden.weight.shape[1]} numbers, the model's have "
             f"{config.hidden_size}; name the head that was trained with the model",
         )
-    device, engine = start_process_group(), None
+    device = start_process_group()
     try:
-        with Grader(args.grader_workers) as grader:
-            engine = Engine(
-                args.model,
-                args.detect_length,
-                args.max_length,
-                args.max_num_seqs,
-                dtype=working_dtype(device),
-                seed=args.seed,
-                gpu_memory_utilization=args.gpu_memory_utilization,
-                kv_cache_gb=args.kv_cache_gb,
-                verbose=args.verbose,
-            )
+        with Grader(args.grader_workers) as grader, engine_from(args, device) as engine:
             judge = Judge(tokenizer, grader, head, args.window, config.vocab_size)
             sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature, args.top_p)
             yield Bench(args, engine, judge, dict(enumerate(prompts)), too_long, sampling)
     finally:
-        if engine is not None:
-            engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
