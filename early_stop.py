@@ -19,7 +19,7 @@ from judge import Candidates, hits, with_interval
 from quality_head import QualityHead
 
 if TYPE_CHECKING:
-    from tts import Bench, TtsArgs
+    from tts import Bench
 
 STEEP = 1e6  # slope of survival in the posterior, so that the better ones of a group go on for certain
 SLACK = 1e-6  # of a floor: a candidate that says the same as the one that set it is not below it by the rounding of another batch
@@ -85,35 +85,25 @@ def stop_by_confidence(bench: Bench, whole: list[Rollout]) -> tuple[list[Rollout
     return warm + rest, bench.candidates(voters)
 
 
-def compare(
-    name: str,
-    rollouts: list[Rollout],
-    stopped: list[Candidates],
-    whole: list[Rollout],
-    rule: str,
-    every: list[Candidates],
-    args: TtsArgs,
-) -> dict[str, object]:
-    """A row of the early-stop table: tokens, share saved, accuracy of a rule, and the difference from all candidates, by problem."""
-    tokens, of_all = (sum(len(rollout.token_ids) for rollout in some) for some in (rollouts, whole))
-    before, after = hits(every, args.share)[rule], hits(stopped, args.share)[rule]
-    return {
-        "plan": name,
-        "rule": rule,
-        "tokens": tokens,
-        "saved": 1 - tokens / of_all,
-        "stopped": sum(rollout.finish == "pruned" for rollout in rollouts) / len(rollouts),
-        "accuracy": with_interval(after, args.seed),
-        "difference": with_interval([b - a for a, b in zip(before, after)], args.seed),
-    }
-
-
 def early_stop(bench: Bench, whole: list[Rollout], every: list[Candidates], table: Tensor | None) -> list[dict]:
-    rows = []
+    """The rows of the early-stop table: for each plan and rule tokens, share saved, accuracy, and the difference from all candidates,
+    by problem. whole, every: all candidates, sampled to their end, and judged."""
+    plans = {"DeepConf online": (stop_by_confidence(bench, whole), ("majority", "DeepConf, lowest window"))}
     if bench.judge.head is not None:
-        plan = stop_by_head(bench, table)
-        rows += [compare("head at L_detect", *plan, whole, rule, every, bench.args) for rule in ("majority", "ARRoL")]
-    plan = stop_by_confidence(bench, whole)
-    for rule in ("majority", "DeepConf, lowest window"):
-        rows.append(compare("DeepConf online", *plan, whole, rule, every, bench.args))
+        plans = {"head at L_detect": (stop_by_head(bench, table), ("majority", "ARRoL"))} | plans
+    seed, before = bench.args.seed, hits(every, bench.args.share)
+    of_all, rows = sum(len(rollout.token_ids) for rollout in whole), []
+    for name, ((rollouts, stopped), rules) in plans.items():
+        tokens, after = sum(len(rollout.token_ids) for rollout in rollouts), hits(stopped, bench.args.share)
+        for rule in rules:
+            row = {
+                "plan": name,
+                "rule": rule,
+                "tokens": tokens,
+                "saved": 1 - tokens / of_all,
+                "stopped": sum(rollout.finish == "pruned" for rollout in rollouts) / len(rollouts),
+                "accuracy": with_interval(after[rule], seed),
+                "difference": with_interval([b - a for a, b in zip(before[rule], after[rule])], seed),
+            }
+            rows.append(row)
     return rows
