@@ -308,7 +308,7 @@ def plot(results: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    strong = {"majority": "black", "ARRoL": "tab:red", "oracle": "tab:gray"}
+    strong = {"majority": "black", "ARRoL": "tab:red", "ARRoL, probability": "tab:orange", "oracle": "tab:gray"}
     colors = iter(pyplot.get_cmap("Dark2").colors * 2)
     of_rule: dict[str, object] = {}  # a filtered rule has the colour of the whole one
     for name, values in results["curve"].items():

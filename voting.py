@@ -124,6 +124,21 @@ def rank_weights(scores: Sequence[float]) -> list[float]:
     return [weight[score] for score in scores]
 
 
+def probabilities(logits: Sequence[float]) -> list[float]:
+    """The head's scores s' = sigmoid(logit), in [0, 1]: each vote counts as much as it is likely to be right.
+
+    Not the paper's. Ranks spread the weights over [0, 1] even where the head sees no difference, which costs a quarter
+    of the votes: (sum of weights)^2 / (sum of squares) = 3/4 n. Scores then stay alike, and the vote that of the majority.
+    Raises ValueError on NaN.
+
+    >>> probabilities([0.0, math.inf, -math.inf])
+    [0.5, 1.0, 0.0]
+    """
+    if any(math.isnan(logit) for logit in logits):
+        raise ValueError("a score is NaN and no probability")
+    return [1 / (1 + math.exp(-logit)) if logit >= 0 else 1 - 1 / (1 + math.exp(logit)) for logit in logits]
+
+
 def top_share(classes: Sequence[Class], weights: Sequence[float], share: float) -> list[Class]:
     """DeepConf's filter: the classes, None for all but the ceil(share * voters) with the highest weights.
 
@@ -250,6 +265,7 @@ _DEEPCONF = {"lowest window": "lowest", "bottom 10%": "bottom", "tail": "tail", 
 RULES = [
     Rule("majority", None),
     Rule("ARRoL", "head", rank_weights),
+    Rule("ARRoL, probability", "head", probabilities),
     *[Rule(f"DeepConf, {what}", signal) for what, signal in _DEEPCONF.items()],
     *[Rule(f"DeepConf, {what}, top {{}}", signal, filtered=True) for what, signal in _DEEPCONF.items()],
     Rule("self-certainty", "certainty"),
@@ -271,7 +287,7 @@ def winners(classes: Sequence[Class], signals: Signals, share: float) -> dict[st
     signals: name (see `SIGNALS`) -> one number for each candidate. share: DeepConf's filter, see `top_share`.
 
     >>> winners([0, 1, 1, None], {"head": [2.0, -1.0, -3.0, 5.0]}, share=0.1)
-    {'majority': 1, 'ARRoL': 0, 'best of n, head': 0}
+    {'majority': 1, 'ARRoL': 0, 'ARRoL, probability': 0, 'best of n, head': 0}
     """
     return {rule.title(share): rule.choose(*rule.ballot(classes, signals, share)) for rule in rules_for(signals.keys())}
 

@@ -34,6 +34,7 @@ from voting import (
     lowest_window,
     mean_confidence,
     pass_at_k,
+    probabilities,
     rank_weights,
     representative,
     self_certainty,
@@ -190,6 +191,15 @@ def test_rank_weights() -> None:
         rank_weights([1.0, math.nan])
 
 
+def test_probabilities() -> None:
+    assert probabilities([0.0, 800.0, -800.0]) == [0.5, 1.0, 0.0] and probabilities([]) == []
+    with pytest.raises(ValueError, match="NaN"):
+        probabilities([1.0, math.nan])
+    # scores that are nearly alike leave the vote to the majority; ranks do not
+    classes, logits = [0, 0, 0, 1, 1], [0.01, 0.02, 0.03, 0.04, 0.05]
+    assert vote(classes, probabilities(logits)) == 0 and vote(classes, rank_weights(logits)) == 1
+
+
 @given(st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=12))
 @quick
 def test_rank_weights_keep_the_order_and_nothing_else(scores: list[float]) -> None:
@@ -288,6 +298,7 @@ def test_each_rule_on_a_case_worked_out_by_hand() -> None:
     assert list(winners(CLASSES, TABLE, 0.2).items()) == [
         ("majority", 0),  # 3, 2, 1
         ("ARRoL", 1),  # 0 + .2 + .4, .8 + 1, .6
+        ("ARRoL, probability", 1),  # .05 + .12 + .27, .98 + .99, .5
         ("DeepConf, lowest window", 1),  # 3, 4, 3.5
         ("DeepConf, bottom 10%", 1),  # 7, 8.5, 3
         ("DeepConf, tail", 0),  # 6, 2, 5
@@ -309,6 +320,7 @@ def test_ballots_show_the_weight_of_each_candidate() -> None:
     assert list(shown) == list(winners(CLASSES, TABLE, 0.2))
     assert shown["majority"] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]
     assert shown["ARRoL"] == pytest.approx([0.0, 0.2, 0.4, 0.8, 1.0, 0.0, 0.6])
+    assert shown["ARRoL, probability"] == pytest.approx([0.0474, 0.1192, 0.2689, 0.9820, 0.9933, 0.0, 0.5], abs=1e-4)
     assert shown["DeepConf, bottom 10%"] == [5.0, 1.0, 1.0, 4.5, 4.0, 0.0, 3.0]
     assert shown["DeepConf, bottom 10%, top 20%"] == [5.0, 0.0, 0.0, 4.5, 0.0, 0.0, 0.0]
     assert shown["best of n, head"] == [-3.0, -2.0, -1.0, 4.0, 5.0, 0.0, 0.0]
