@@ -66,7 +66,7 @@ class Args:
     detect_length: int = flag(512, "response tokens at which a rollout is scored (L_detect)")
     keep_ratio: float = flag(0.5, "expected share of scored rollouts that survive (κ); 1 prunes nothing")
     positive_target: float = flag(0.5, "share of right ones among the survivors to steer to (ρ)")
-    balance: float = flag(0.5, "strength of the steering (λ)")
+    balance: float = flag(2.0, "strength of the steering (λ); with --tilt printed the paper's, 0.5")
     tilt: str = flag(
         "group", "group: Eq. 2's slope turned towards ρ in each group; printed: Eq. 2 as printed", ("group", "printed")
     )
@@ -221,7 +221,8 @@ def parse(argv: list[str]) -> Args:
                 )
         args = Args(**before | given | {"output": given["resume"]})
     else:
-        args = Args(**(EMBEDDED if "model" not in given else {}) | given)
+        printed = {"balance": 0.5} if given.get("tilt") == "printed" else {}
+        args = Args(**(EMBEDDED if "model" not in given else {}) | printed | given)
     args.output = args.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{args.prune}"
     if problem := first_problem(args):
         fail(problem)

@@ -33,7 +33,13 @@ from bench.tables import (
 )
 
 METHODS = ("GRPO + ARRoL", "DAPO + ARRoL")
-RULES = {"majority": "black", "DeepConf, mean": "tab:green", "DeepConf, lowest window": "tab:olive", "ARRoL": "tab:red"}
+RULES = {
+    "majority": "black",
+    "DeepConf, mean": "tab:green",
+    "DeepConf, lowest window": "tab:olive",
+    "ARRoL": "tab:red",
+    "ARRoL, probability": "tab:orange",
+}
 PAPER = {  # Table 3, maj@32 in percent: AMC'23, AIME'24, AIME'25
     "Qwen3-1.7B-Base": ((55.0, 16.7, 3.3), (57.5, 16.7, 6.7), (60.0, 23.3, 13.3)),
     "Qwen3-4B-Base": ((72.5, 26.7, 20.0), (72.5, 33.3, 23.3), (82.5, 36.7, 26.7)),
@@ -42,7 +48,8 @@ PAPER = {  # Table 3, maj@32 in percent: AMC'23, AIME'24, AIME'25
 }
 NOTE = """\
 Mean over seeds ± half of the 95% t interval, of each set's mean where there are several sets; differences are taken seed by seed. DeepConf weighs each
-vote by trace confidence: its mean over the trace, or the mean of the lowest window. The paper's row is the mean of AMC'23, AIME'24 and AIME'25; it
+vote by trace confidence: its mean over the trace, or the mean of the lowest window. ARRoL weighs it by the rank of the head's score, as in the paper,
+or by the score s′ itself. The paper's row is the mean of AMC'23, AIME'24 and AIME'25; it
 does not say which of the two it took."""
 
 
@@ -78,22 +85,21 @@ def votes(sets: Sequence[dict]) -> dict[str, float]:
 
     found = {"one sample": mean("samples", f"avg@{n}"), "oracle": mean("samples", f"pass@{n}")}
     found |= {rule: mean("votes", rule) for rule in RULES}
-    return found | {f"ARRoL − {rule}": found["ARRoL"] - found[rule] for rule in RULES if rule != "ARRoL"}
+    return found | {f"{rule} − majority": found[rule] - found["majority"] for rule in RULES if rule != "majority"}
 
 
 def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]], crashed: list[dict], n: int) -> str:
-    rows = [["", f"avg@{n}", *RULES, "ARRoL − majority (95% interval)", "ARRoL − DeepConf, mean", f"pass@{n}"]]
-    columns = ("one sample", *RULES, "ARRoL − majority", "ARRoL − DeepConf, mean", "oracle")
+    gains = ("ARRoL − majority", "ARRoL, probability − majority")
+    rows = [["", f"avg@{n}", *RULES, *(f"{gain} (95% interval)" for gain in gains), f"pass@{n}"]]
+    columns = ("one sample", *RULES, *gains, "oracle")
     for method, one in found.items():
         bad = [f"tts.py **crashed** with seed {crash['seed']}" for crash in crashed if crash["method"] == method]
         name = ", ".join([named(method, runs[method]), *bad])
         rows.append([name, *(show(one, key, "+.3f" if "−" in key else ".3f") for key in columns)])
     for model, sets in PAPER.items():
         majority, deepconf, arrol = (statistics.fmean(values) / 100 for values in sets)
-        gains = (f"{arrol - majority:+.3f}", f"{arrol - deepconf:+.3f}")
-        rows.append(
-            [f"paper, Table 3, {model}", "", f"{majority:.3f}", f"{deepconf:.3f}", "", f"{arrol:.3f}", *gains, ""]
-        )
+        cells = [f"{majority:.3f}", f"{deepconf:.3f}", "", f"{arrol:.3f}", "", f"{arrol - majority:+.3f}", "", ""]
+        rows.append([f"paper, Table 3, {model}", "", *cells])
     return markdown(rows)
 
 

@@ -68,7 +68,7 @@ def test_bad_flags_fail_before_anything_heavy_is_imported() -> None:
 
 
 def test_defaults_are_the_papers_and_the_embedded_models() -> None:
-    paper = parse(["--model", "Qwen/Qwen3-1.7B-Base"])
+    paper = parse(["--model", "Qwen/Qwen3-1.7B-Base", "--tilt", "printed"])
     assert (paper.keep_ratio, paper.positive_target, paper.balance, paper.bins, paper.detect_length) == (
         0.5,
         0.5,
@@ -77,6 +77,7 @@ def test_defaults_are_the_papers_and_the_embedded_models() -> None:
         512,
     )
     assert (paper.group_size, paper.lr, paper.max_length, paper.cold_start, paper.clip_low) == (16, 1e-6, 8192, 20, 0.2)
+    assert parse([]).balance == 2.0 and parse(["--tilt", "printed", "--balance", "1"]).balance == 1.0
     embedded = parse([])
     assert embedded.model == str(TINY) and all(getattr(embedded, name) == value for name, value in EMBEDDED.items())
     assert parse(["--steps", "3"]).steps == 3 and parse(["--steps=3", "--no-thinking"]).steps == 3
