@@ -32,6 +32,13 @@ TARGETS: list[tuple[str, str, Callable[[Json], Json], float, str]] = [
     ("ARRoL − GRPO, accuracy at equal time, above 0", "accuracy", _accuracy("equal time"), 0.0, "+.3f"),
     ("whole step at least 1.6 × faster", "speed", lambda results: results["phases"]["step"]["ratio"], 1.6, ".2f"),
     ("E[ρ̂(1 − ρ̂)], ARRoL − random pruning, above 0", "pruning", lambda r: r["difference"]["rho_variance"], 0.0, "+.3f"),
+    (
+        "the same on the same rollouts, above 0",
+        "pruning",
+        lambda r: r["above_random"]["ARRoL"]["rho_variance"],
+        0.0,
+        "+.3f",
+    ),
     ("ARRoL's vote (ranks) − majority, at least 0", "voting", _vote("ARRoL"), 0.0, "+.3f"),
     ("ARRoL's vote (probability) − majority, at least 0", "voting", _vote("ARRoL, probability"), 0.0, "+.3f"),
 ]

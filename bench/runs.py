@@ -38,6 +38,7 @@ METHODS = {
     "DAPO": "--algo dapo --prune none",
     "DAPO + ARRoL": "--algo dapo --prune arrol",
     "GRPO + random": "--algo grpo --prune random",
+    "GRPO, scored": "--algo grpo --prune arrol --keep-ratio 1 --eval-every 0",  # to replay decisions on
     "GRPO + ARRoL, κ = 0.25": "--algo grpo --prune arrol --keep-ratio 0.25",
     "GRPO + ARRoL, κ = 0.75": "--algo grpo --prune arrol --keep-ratio 0.75",
 }
