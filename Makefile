@@ -12,7 +12,7 @@ test: install
 	.venv/bin/python -m pytest tests
 
 # About 95 minutes on 2 idle cores, 71 of them training, estimated; runs are kept in bench/runs and not repeated. One that fails does not stop the others.
-BENCHES = theory speed accuracy head pruning keep_ratio convergence voting
+BENCHES = theory speed runs accuracy head pruning keep_ratio convergence voting
 
 bench: install
 	@failed=; for name in $(BENCHES); do \

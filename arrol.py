@@ -244,7 +244,7 @@ class Trainer:
                     seed=self._seed(attempt),
                     rollout_seeds=args.rollout_seeds,
                     must_score=attempt == 0 and self.pruner is not None and self.pruner.due,
-                    last_states=args.head_states == "both",
+                    last_states=self.pruner is not None and args.head_states == "both",
                     progress=rank() == 0,
                 )
                 barrier()  # the phase lasts as long as on the slowest rank

@@ -2,8 +2,8 @@
 
     python bench/convergence.py
 
-The reward is that of all rollouts that were sampled, pruned ones by their survivors' weights. It is smoothed over 5 steps, the one that it is
-shown for and the four before.
+The reward is that of all rollouts that were sampled, pruned ones by their survivors' weights. A step's reward is that of the policy that it
+begins with, so it is placed where the step begins; it is smoothed over 5 steps, two before and two after.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from bench.tables import (
 METHODS = ("GRPO", "GRPO + ARRoL", "GRPO + random", "DAPO", "DAPO + ARRoL")
 SMOOTH = 5
 NOTE = f"""\
-Mean over seeds ± half of the 95% t interval; rewards are means of {SMOOTH} steps. *At equal time* is when the fastest of all runs of a seed had
-ended. *Time to GRPO's last reward* is when the reward first was as high as GRPO's with the same seed was at its end, and *ahead* is the time that
+Mean over seeds ± half of the 95% t interval; rewards are means of {SMOOTH} steps, at the ends of fewer. *At equal time* is when the fastest of all runs of a seed
+began its last step. *Time to GRPO's last reward* is when the reward first was as high as GRPO's with the same seed was at its end, and *ahead* is the time that
 GRPO took to be there, which may be before its end, over the method's. The paper gives no numbers with Fig. 4: "reaches the same reward level in less
 time and attains higher reward earlier across most of training"."""
 
 
 def smoothed(run: Run) -> list[tuple[float, float]]:
-    """Seconds of training and mean reward of the last `SMOOTH` steps, for each step."""
-    rewards = [line["reward"] for line in run.steps]
+    """Seconds of training when each step began, and mean reward of the `SMOOTH` steps around it."""
+    rewards, around = [line["reward"] for line in run.steps], SMOOTH // 2
     return [
-        (line["wall_clock"], statistics.fmean(rewards[max(0, i + 1 - SMOOTH) : i + 1]))
+        (line["wall_clock"] - line["time_step"], statistics.fmean(rewards[max(0, i - around) : i + around + 1]))
         for i, line in enumerate(run.steps)
     ]
 
@@ -59,7 +59,7 @@ def against(plain: Run, run: Run, end: float) -> dict[str, float]:
     curve, level = smoothed(run), smoothed(plain)[-1][1]
     found = {"seconds": run.seconds, "last": curve[-1][1], "equal time": interpolate(curve, end)}
     there, plain_there = reached(curve, level), reached(smoothed(plain), level)
-    if there is not None and plain_there is not None:
+    if there and plain_there is not None:
         found |= {"time": there, "ahead": plain_there / there}
     return found
 
@@ -67,7 +67,7 @@ def against(plain: Run, run: Run, end: float) -> dict[str, float]:
 def compare(runs: dict[str, list[Run]]) -> dict[str, dict[str, Estimate]]:
     """`against`, for each method, over the seeds whose runs and GRPO's did not crash."""
     every = [run for some in runs.values() for run in ended(some)]
-    end = {run.seed: min(other.seconds for other in every if other.seed == run.seed) for run in every}
+    end = {run.seed: min(smoothed(other)[-1][0] for other in every if other.seed == run.seed) for run in every}
     return {
         method: estimates([against(a, b, end[b.seed]) for a, b in pairs(runs["GRPO"], own)])
         for method, own in runs.items()

@@ -457,7 +457,7 @@ def checkpoint_to_use() -> Path:
         folder.mkdir(parents=True)
         flags = f"--steps {STEPS} --baseline-steps 0 --eval-problems 0 --eval-every 0 --output".split()
         if run_program([str(ROOT / "arrol.py"), *flags, str(folder)], folder, "training", STEPS):
-            sys.exit(f"head.py: training failed: {last_words(folder / 'output.log')}")
+            sys.exit(f"head.py: training failed: {last_words(folder)}")
     return checkpoint.complete(folder)[-1]
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from args import fail
 from bench.runs import Run, command, read_flags, train
 from bench.tables import Estimate, estimates, markdown, measured_on, named, new_figure, pairs, provenance, save, show
 
@@ -56,6 +57,8 @@ def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]]) -> 
 
 def main() -> None:
     plan, _ = read_flags(command(__doc__))
+    if any(word.split("=")[0] == "--keep-ratio" for word in plan.flags):
+        fail("--keep-ratio: this table sets it; leave it out")
     runs = train(plan, list(METHODS.values()))
     plain = runs[METHODS[1.0]]
     found = {str(k): estimates([against(a, b) for a, b in pairs(plain, runs[m])]) for k, m in METHODS.items()}

@@ -59,9 +59,10 @@ PAPER = [  # Table 4: E[ρ̂] and E[ρ̂(1 − ρ̂)] of random pruning and of A
 MEASURES = ("rho_mean", "rho_variance", "zero_variance")
 NOTE = """\
 ρ̂ is the share of right ones among the survivors of a group; means over all groups of all steps after the cold start, then over seeds, ± half of
-the 95% t interval. *On the same rollouts*: those of runs that score every rollout and prune none; each rule's draws are repeated {draws} times, and the
+the 95% t interval. Runs differ in their policies, too: one that learns faster has more groups that are all right. *On the same rollouts*: those of runs that score every rollout and prune none; each rule's draws are repeated {draws} times, and the
 differences are seed by seed. There, rollouts shorter than L_detect survive, as in training; PODS and CPPO choose among all of a group, and see rewards.
-The head of these runs has learnt from all rollouts, in training from survivors alone."""
+Head and windows of these runs have learnt from all rollouts, in training from survivors alone. n survivors of one and the same success rate
+have an E[ρ̂(1 − ρ̂)] in proportion to 1 − 1/n: compare at like "kept"."""
 
 
 def pods(rewards: Sequence[float], count: int) -> list[int]:
@@ -90,9 +91,10 @@ def cppo(rewards: Sequence[float], count: int) -> list[int]:
 
 
 def balance(rewards: Sequence[float]) -> dict[str, float]:
-    """`MEASURES` of one group of 0/1 rewards."""
+    """`MEASURES` of one group of 0/1 rewards, and how many there are."""
     mean = statistics.fmean(rewards)
-    return {"rho_mean": mean, "rho_variance": mean * (1 - mean), "zero_variance": float(len(set(rewards)) < 2)}
+    alike = float(len(set(rewards)) < 2)
+    return {"rho_mean": mean, "rho_variance": mean * (1 - mean), "zero_variance": alike, "kept": len(rewards)}
 
 
 def steps_of(run: Run) -> Iterator[tuple[int, list[dict]]]:
@@ -123,7 +125,8 @@ def survival(rows: list[dict], rule: Rule, keep_ratio: float, calibrator: Calibr
 def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:
     """Rule or selector -> means of `MEASURES` over what it leaves of the complete groups (all judged) after the cold start.
 
-    The run has scored and pruned nothing. Its windows are filled as in training, from all rollouts. Rules are drawn `DRAWS` times.
+    The run has scored all and pruned nothing, so that windows hold all rollouts, not survivors alone. Rules draw `DRAWS` times,
+    independently (`--survival bernoulli`), and see whole groups.
     """
     args, calibrator = run.args, Calibrator(run.args["bins"], run.args["alpha"], run.args["window"])
     rules = RULES | {"ARRoL": (args["tilt"], args["balance"])}
@@ -134,26 +137,27 @@ def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:
         for number, row in enumerate(rows):
             groups[row["group"]].append(number)
         complete = [members for members in groups.values() if all(rows[i]["reward"] is not None for i in members)]
-        if step > args["cold_start"]:
+        if step > args["cold_start"] and calibrator.ready:
             for members in complete:
                 rewards = [rows[i]["reward"] for i in members]
                 count = max(1, round(keep_ratio * len(rewards)))
                 found["nothing pruned"].append(balance(rewards))
                 for name, selector in (("PODS", pods), ("CPPO", cppo)):
                     found[name].append(balance([rewards[i] for i in selector(rewards, count)]))
-            for name, rule in rules.items() if calibrator.ready else ():
+            for name, rule in rules.items():
                 p = survival(rows, rule, keep_ratio, calibrator, args)
                 for _ in range(DRAWS):
-                    keep = draw_bernoulli(p, generator).tolist()
-                    left = ([rows[i]["reward"] for i in members if keep[i]] for members in complete)
-                    found[name].extend(balance(rewards) for rewards in left if rewards)
+                    keep = draw_bernoulli(p, generator)
+                    for members in complete:  # whoever comes when only --min-survivors are left stays
+                        own = keep[members] | ((~keep[members]).cumsum(0) > len(members) - args["min_survivors"])
+                        found[name].append(balance([rows[i]["reward"] for i, kept in zip(members, own) if kept]))
         scored = [row for row in rows if row["score"] is not None]
         known = [row for row in scored if row["reward"] is not None]
         calibrator.label(torch.tensor([r["score"] for r in known]), torch.tensor([r["reward"] for r in known]))
         calibrator.observe(
             torch.tensor([r["score"] for r in scored]), torch.tensor([r["group"] for r in scored]).long()
         )
-    return {name: {key: statistics.fmean(row[key] for row in some) for key in MEASURES} for name, some in found.items()}
+    return {name: {key: statistics.fmean(row[key] for row in some) for key in some[0]} for name, some in found.items()}
 
 
 def of_run(run: Run) -> dict[str, float]:
@@ -194,12 +198,13 @@ def same_rollouts(found: dict[str, dict[str, Estimate]], gains: dict[str, dict[s
             "E[ρ̂(1 − ρ̂)]",
             "above random (95% interval)",
             "groups without variance",
+            "kept of a group",
         ]
     ]
     for name in ("nothing pruned", *RULES, "ARRoL", "PODS", "CPPO"):
         one, gain = found.get(name, {}), gains.get(name, {})
         cells = [show(one, "rho_mean"), show(one, "rho_variance"), show(gain, "rho_variance", "+.3f")]
-        rows.append([name, *cells, show(one, "zero_variance")])
+        rows.append([name, *cells, show(one, "zero_variance"), show(one, "kept", ".1f")])
     return markdown(rows)
 
 

@@ -31,7 +31,13 @@ TARGETS: list[tuple[str, str, Callable[[Json], Json], float, str]] = [
     ("ARRoL − GRPO, accuracy at equal steps, at least 0", "accuracy", _accuracy("equal steps"), 0.0, "+.3f"),
     ("ARRoL − GRPO, accuracy at equal time, above 0", "accuracy", _accuracy("equal time"), 0.0, "+.3f"),
     ("whole step at least 1.6 × faster", "speed", lambda results: results["phases"]["step"]["ratio"], 1.6, ".2f"),
-    ("E[ρ̂(1 − ρ̂)], ARRoL − random pruning, above 0", "pruning", lambda r: r["difference"]["rho_variance"], 0.0, "+.3f"),
+    (
+        "E[ρ̂(1 − ρ̂)], ARRoL − random pruning, above 0 (runs of their own: policies differ, too)",
+        "pruning",
+        lambda r: r["difference"]["rho_variance"],
+        0.0,
+        "+.3f",
+    ),
     (
         "the same on the same rollouts, above 0",
         "pruning",
@@ -92,7 +98,12 @@ def assemble(folder: Path) -> str:
     """The whole page; pictures are named relative to the folder above."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
     tables = {path.stem: _below(path.read_text("utf-8").strip()) for path in sorted(folder.glob("*.md"))}
-    lines = ["# Results", "", "The paper's tables and figures on the embedded model, by `make bench`.", ""]
+    lines = [
+        "# Results",
+        "",
+        "The paper's tables and figures by `make bench`, on the embedded model where no flags under a table say otherwise.",
+        "",
+    ]
     if differences := tables.pop("differences", ""):
         lines += ["## What came out differently from the paper", "", differences, ""]
     lines += ["## Targets", "", *targets(found), ""]

@@ -2,6 +2,7 @@
 
     plan, _ = read_flags(command(__doc__))
     runs = train(plan, ["GRPO", "GRPO + ARRoL"])        name of the method -> one run for each seed
+    python bench/runs.py                                all of them, seed by seed, so that those of a seed are neighbours in time
 
 A run is a method, a seed and a size. All share code, data, evaluation and seeds; a method is a few flags of arrol.py. Seeds come in the
 outer loop, so that a machine that gets slower does so for all methods. A run that ended is never trained again, nor is one that crashed:
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from args import Args, fail, parse
@@ -43,7 +45,7 @@ METHODS = {
     "GRPO + ARRoL, κ = 0.75": "--algo grpo --prune arrol --keep-ratio 0.75",
 }
 # Minutes of training on 2 idle cores, estimated: 2.8 (GRPO), 2.0 (ARRoL), 3.4 (DAPO), 2.4 (DAPO + ARRoL), 2.0 (random), 1.7 and 2.4
-# (κ = 0.25 and 0.75); besides, for each run, 0.7 for four evaluations and 0.3 to start. All 21 runs: 71.
+# (κ = 0.25 and 0.75); besides, for each run, 0.7 for four evaluations and 0.3 to start. All 24 runs: 75.
 EMBEDDED = "--steps 30 --prompts 16 --eval-problems 100"
 EVALUATION = "--baseline-steps 0 --eval-every 10 --eval-n 16"
 RECORD = "run.json"
@@ -159,7 +161,7 @@ def command(doc: str) -> argparse.ArgumentParser:
 
 
 def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
-    """The plan, and the command's own flags. A bad flag ends the program here, before anything is trained."""
+    """The plan, and the command's own flags."""
     own, rest = parser.parse_known_args(argv)
     given = {word.split("=")[0] for word in rest if word.startswith("--")}
     words = (EVALUATION + ("" if "--model" in given else f" {EMBEDDED}")).split()
@@ -173,10 +175,11 @@ def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None = None) -
 
 def train(plan: Plan, methods: Sequence[str]) -> dict[str, list[Run]]:
     """The runs of these methods, method by method; those that are missing are trained first, seed by seed."""
-    todo = [(method, seed) for seed in plan.seeds for method in methods]
+    todo = [
+        (method, seed, *plan.folder(method, seed)) for seed in plan.seeds for method in methods
+    ]  # a bad flag ends it here
     found: dict[str, list[Run]] = {method: [] for method in methods}
-    for number, (method, seed) in enumerate(todo, 1):
-        folder, args = plan.folder(method, seed)
+    for number, (method, seed, folder, args) in enumerate(todo, 1):
         title, done = f"{number}/{len(todo)} {method}, seed {seed}", (folder / RECORD).is_file()
         if not done:
             _train_one(folder, args.steps, plan.run_flags(method, seed), method, seed, title)
@@ -203,8 +206,7 @@ def _train_one(folder: Path, steps: int, flags: list[str], method: str, seed: in
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         flags = [*flags, "--output", str(folder)]
-    begun = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the training run would outlive this program
+    begun, code = time.monotonic(), code_version()
     status = run_program([str(ROOT / "arrol.py"), *flags], folder, title, steps)
     lines = load_metrics(folder)
     step = int(lines[-1]["step"]) if lines else 0
@@ -217,7 +219,7 @@ def _train_one(folder: Path, steps: int, flags: list[str], method: str, seed: in
         "crash": crash,
         "seconds": time.monotonic() - begun,
         "machine": machine(),
-        "code": code_version(),
+        "code": code,
     }
     (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False), "utf-8")
 
@@ -227,6 +229,7 @@ def run_program(program: list[str], folder: Path, title: str, steps: int = 0) ->
 
     Ends this program if that one was stopped by Ctrl-C or a notice, or refused a flag or a file: neither is a crash.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the program would outlive this one
     with (folder / "output.log").open("w") as output:
         process = subprocess.Popen([sys.executable, *program], stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -267,3 +270,7 @@ def code_version() -> str:
     if shutil.which("git") is None or not (commit := git("rev-parse", "--short", "HEAD")):
         return "unknown"
     return commit + ("+" if git("status", "--porcelain", "--", "*.py", "tiny", ":!bench", ":!tests") else "")
+
+
+if __name__ == "__main__":
+    train(read_flags(command(__doc__))[0], list(METHODS))

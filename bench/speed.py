@@ -151,7 +151,7 @@ def main() -> None:
         parser.error("--pairs must be at least 2, for a spread")
     wide = (
         []
-        if "--model" in rest
+        if any(word.split("=")[0] == "--model" for word in rest)
         else ["--prompts", "96", "--max-num-seqs", "768", "--kv-cache-gb", "1", "--cold-start", "2"]
     )
     args = dataclasses.replace(parse([*wide, *rest, "--prune", "arrol"]), lr=0.0, weight_decay=0.0, eval_problems=0)

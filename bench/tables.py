@@ -133,7 +133,7 @@ def measured_on(results: dict) -> str:
     seeds = ", ".join(str(seed) for seed in results["seeds"])
     return (
         f"Seeds {seeds}; flags of all methods `{' '.join(results['flags'])}`; {machines}; code {', '.join(results['code'])}; "
-        f"{results['seconds_of_runs']:,.0f} s of training runs (shared between tables)."
+        f"{results['seconds_of_runs']:,.0f} s of runs, which tables share."
     )
 
 

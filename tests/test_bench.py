@@ -105,13 +105,14 @@ def test_keep_ratios_leave_the_cold_start_out_of_what_was_kept() -> None:
 
 
 def test_convergence_is_the_time_to_the_last_reward_of_grpo() -> None:
-    """Smoothed over 5 steps: GRPO 0.2, 0.2, 0.3, 0.4; the other is at 0.4 after its second step, 40 s; one at 0.1 never is."""
+    """Smoothed over 5 steps, at their beginnings: GRPO 0.3, 0.4, 0.4, 0.467 at 0, 25, 50, 75 s; the other is at 0.5 at 20 s; one at
+    0.1 never is."""
     plain = run_of("GRPO", 0, 100.0, [0, 0, 0], [0.2, 0.2, 0.5, 0.7])
-    quick = run_of("GRPO + ARRoL", 0, 80.0, [0, 0, 0], [0.2, 0.6, 0.7, 0.9])
+    quick = run_of("GRPO + ARRoL", 0, 80.0, [0, 0, 0], [0.2, 0.2, 0.7, 0.9])
     never = run_of("GRPO + random", 0, 80.0, [0, 0, 0], [0.1] * 4)
     found = convergence.compare({"GRPO": [plain], "GRPO + ARRoL": [quick], "GRPO + random": [never]})
-    assert (found["GRPO + ARRoL"]["time"].mean, found["GRPO + ARRoL"]["ahead"].mean) == (40.0, 2.5)
-    assert found["GRPO"]["equal time"].mean == pytest.approx(0.3 + 0.1 * 5 / 25)  # at 80 s
+    assert (found["GRPO + ARRoL"]["time"].mean, found["GRPO + ARRoL"]["ahead"].mean) == (20.0, 3.75)
+    assert found["GRPO"]["equal time"].mean == pytest.approx(0.4 + 0.2 / 3 * 10 / 25)  # at 60 s
     assert "time" not in found["GRPO + random"] and found["GRPO + random"]["last"].mean == pytest.approx(0.1)
 
 
