@@ -44,10 +44,10 @@ METHODS = {
     "GRPO + ARRoL, κ = 0.25": "--algo grpo --prune arrol --keep-ratio 0.25",
     "GRPO + ARRoL, κ = 0.75": "--algo grpo --prune arrol --keep-ratio 0.75",
 }
-# Minutes of training on 2 idle cores, estimated: 2.8 (GRPO), 2.0 (ARRoL), 3.4 (DAPO), 2.4 (DAPO + ARRoL), 2.0 (random), 1.7 and 2.4
-# (κ = 0.25 and 0.75); besides, for each run, 0.7 for four evaluations and 0.3 to start. All 24 runs: 75.
-EMBEDDED = "--steps 30 --prompts 16 --eval-problems 100"
-EVALUATION = "--baseline-steps 0 --eval-every 10 --eval-n 16"
+# Twice as many rollouts as slots, as arrol.py has with a real model: pruned ones make room for others. With all of them in flight at once a step
+# of vLLM on a CPU takes as long with half of them. Minutes on 2 idle cores, estimated: 24 runs of 2 to 4, with four evaluations each; in all 70.
+EMBEDDED = "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5"
+EVALUATION = "--baseline-steps 0 --eval-n 16"
 RECORD = "run.json"
 
 
