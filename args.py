@@ -1,7 +1,7 @@
 """The flags of `arrol.py`: one dataclass, a help text per field, and the checks that need neither torch nor a model.
 
-Defaults are the paper's where it gives one (Sec. 5.1, App. A.4). Without `--model`, the values of `EMBEDDED` replace them: a
-model of a few MB that trains on a CPU in minutes. A flag that is given wins over both.
+Defaults are the paper's where it gives one (Sec. 5.1, App. A.4), but for λ and the tilt. Without `--model`, the values of
+`EMBEDDED` replace them: a model of a few MB that trains on a CPU in minutes. A flag that is given wins over both.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Args:
     )
     survival: str = flag(
         "bernoulli",
-        "bernoulli: independent draws; systematic: same probabilities, an even number per group",
+        "bernoulli: independent draws; systematic: same probabilities, a nearly fixed number per group",
         ("bernoulli", "systematic"),
     )
     p_min: float = flag(0.05, "least survival probability")
@@ -85,7 +85,7 @@ class Args:
     # quality head
     head_width: int = flag(256, "hidden units of the quality head")
     head_lr: float = flag(1e-3, "its learning rate")
-    head_passes: int = flag(4, "its passes over the buffer per step")
+    head_passes: int = flag(4, "its passes over the buffer per step, in all at most 32 minibatches")
     head_buffer: int = flag(4096, "labelled states in its buffer")
     head_states: str = flag(
         "both",

@@ -16,7 +16,7 @@ its demonstrations are themselves often wrong. A guess is nearly always wrong, a
 So a trainer has something to discover (work it out in steps), and a head has something to see.
 
 Making the committed weights took 1,550 s (1,240 s to learn, 310 s to mix) on 2 cores of an AMD EPYC, fp32, while other
-work kept the same cores busy; measuring them, 220 s. Where cores are shared, OMP_WAIT_POLICY=PASSIVE helps a lot.
+work kept the same cores busy; measuring them, 228 s. Where cores are shared, OMP_WAIT_POLICY=PASSIVE helps a lot.
 """
 
 from __future__ import annotations
