@@ -4,7 +4,7 @@ The chain, for every rollout that reaches the detection length with the score s'
 
     b = min(B - 1, floor(B s'))                                   its bin                         `bin_index`
     q = P(Y = 1 | b), by Bayes from smoothed histograms           its posterior, Eq. 1            `posterior_table`
-    tilt = lambda (rho - q), or its mirror image (see below)      more or less likely than kappa  `tilt_group`
+    tilt = a_g (q - mean of the group), or lambda (rho - q)       more or less likely than kappa  `tilts`
     p = clip(kappa + delta + tilt, p_min, p_max)                  its survival probability, Eq. 2 `survival_probability`
     delta such that E[p] = kappa over recent rollouts             the bias                        `solve_bias`
     keep with probability p                                       the draw                        `SystematicDraw`
@@ -101,6 +101,15 @@ def tilt_group(q: Tensor, groups: Tensor, keep_ratio: float, balance: float, pos
     # 0/0 becomes 0 and x/0 becomes the bound: either way the deviations it multiplies are 0
     slope = keep_ratio * (positive_target - mean) / variance.clamp_min(torch.finfo(torch.float64).tiny)
     return torch.where(usable, slope.clamp(-balance, balance)[row] * deviation, torch.nan)
+
+
+def tilts(kind: Tilt, q: Tensor, groups: Tensor, keep_ratio: float, balance: float, positive_target: float) -> Tensor:
+    """`tilt_group` or `tilt_printed`, by name; arguments as for the former. Raises ValueError for another name."""
+    if kind == "group":
+        return tilt_group(q, groups, keep_ratio, balance, positive_target)
+    if kind == "printed":
+        return tilt_printed(q, balance, positive_target)
+    raise ValueError(f"tilt must be 'group' or 'printed', not {kind!r}")
 
 
 def survival_probability(tilt: Tensor, bias: float, keep_ratio: float, p_min: float, p_max: float) -> Tensor:
@@ -251,13 +260,8 @@ class Calibrator:
         key = (tilt, keep_ratio, balance, positive_target, p_min, p_max)
         if key not in self._biases:
             q = self.posterior(self._observed_scores)
-            if tilt == "group":
-                tilts = tilt_group(q, self._observed_groups, keep_ratio, balance, positive_target)
-            elif tilt == "printed":
-                tilts = tilt_printed(q, balance, positive_target)
-            else:
-                raise ValueError(f"tilt must be 'group' or 'printed', not {tilt!r}")
-            self._biases[key] = solve_bias(tilts, keep_ratio, p_min, p_max)
+            observed = tilts(tilt, q, self._observed_groups, keep_ratio, balance, positive_target)
+            self._biases[key] = solve_bias(observed, keep_ratio, p_min, p_max)
         return self._biases[key]
 
     def state_dict(self) -> dict[str, Tensor | int]:

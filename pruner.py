@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from args import Args
-from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece, survival_probability, tilt_group, tilt_printed
+from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece, survival_probability, tilts
 from engine import Decision, Rollout
 from quality_head import HeadTrainer, QualityHead, head_metrics
 from report import Metrics
@@ -59,11 +59,9 @@ class Pruner:
         a = self.args
         if a.prune == "random":
             return torch.full_like(q, a.keep_ratio).masked_fill(q.isnan(), 1.0)
-        if a.tilt == "printed":
-            tilt = tilt_printed(q, a.balance, a.positive_target)
-        else:  # a group's mean is over all its members that have arrived so far
-            self.posteriors, self.groups = torch.cat([self.posteriors, q]), torch.cat([self.groups, group])
-            tilt = tilt_group(self.posteriors, self.groups, a.keep_ratio, a.balance, a.positive_target)[-len(q) :]
+        # a group's mean is over all its members that have arrived so far
+        self.posteriors, self.groups = torch.cat([self.posteriors, q]), torch.cat([self.groups, group])
+        tilt = tilts(a.tilt, self.posteriors, self.groups, a.keep_ratio, a.balance, a.positive_target)[-len(q) :]
         bias = self.calibrator.bias(a.tilt, a.keep_ratio, a.balance, a.positive_target, a.p_min, a.p_max)
         return survival_probability(tilt, bias, a.keep_ratio, a.p_min, a.p_max)
 

@@ -40,7 +40,7 @@ from bench.tables import (
     save,
     show,
 )
-from calibration import Calibrator, Tilt, draw_bernoulli, survival_probability, tilt_group, tilt_printed
+from calibration import Calibrator, Tilt, draw_bernoulli, survival_probability, tilts
 from grader import Verdict
 
 METHODS = ("GRPO", "GRPO + random", "GRPO + ARRoL")
@@ -114,12 +114,8 @@ def survival(rows: list[dict], rule: Rule, keep_ratio: float, calibrator: Calibr
     scores = torch.tensor([math.nan if row["score"] is None else row["score"] for row in rows])
     q, groups = calibrator.posterior(scores), torch.tensor([row["group"] for row in rows])
     (tilt, strength), target, limits = rule, args["positive_target"], (args["p_min"], args["p_max"])
-    if tilt == "group":
-        tilts = tilt_group(q, groups, keep_ratio, strength, target)
-    else:
-        tilts = tilt_printed(q, strength, target)
     bias = calibrator.bias(tilt, keep_ratio, strength, target, *limits)
-    return survival_probability(tilts, bias, keep_ratio, *limits)
+    return survival_probability(tilts(tilt, q, groups, keep_ratio, strength, target), bias, keep_ratio, *limits)
 
 
 def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:

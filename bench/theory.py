@@ -68,10 +68,7 @@ def estimates(rate: Tensor, latent: Tensor, rng: np.random.Generator) -> dict[st
 
 def survival(q: Tensor, tilt: cal.Tilt, balance: float, keep_ratio: float = KEEP) -> Tensor:
     """Survival probabilities (groups, size) of posteriors q, the bias solved over all of them."""
-    if tilt == "printed":
-        tilts = cal.tilt_printed(q.flatten(), balance, TARGET)
-    else:
-        tilts = cal.tilt_group(q.flatten(), _group_ids(q).flatten(), keep_ratio, balance, TARGET)
+    tilts = cal.tilts(tilt, q.flatten(), _group_ids(q).flatten(), keep_ratio, balance, TARGET)
     bias = cal.solve_bias(tilts, keep_ratio, P_MIN, P_MAX)
     return cal.survival_probability(tilts, bias, keep_ratio, P_MIN, P_MAX).view_as(q)
 
@@ -215,9 +212,7 @@ def _survival(q: Tensor, groups: Tensor, tilt: cal.Tilt | None, balance: float, 
     """As `Pruner` has it: tilts of what arrives, the bias from the calibrator's window. All (N,)."""
     if tilt is None:
         return torch.full_like(q, KEEP)
-    tilts = (
-        cal.tilt_printed(q, balance, TARGET) if tilt == "printed" else cal.tilt_group(q, groups, KEEP, balance, TARGET)
-    )
+    tilts = cal.tilts(tilt, q, groups, KEEP, balance, TARGET)
     bias = calibrator.bias(tilt, KEEP, balance, TARGET, P_MIN, P_MAX)
     return cal.survival_probability(tilts, bias, KEEP, P_MIN, P_MAX)
 
