@@ -90,6 +90,7 @@ class Judge:
             "bottom": [voting.bottom_windows(h, self.window) for h in traces],
             "tail": [voting.tail_confidence(h, self.window) for h in traces],
             "certainty": [voting.self_certainty(h, self.vocabulary) for h in traces],
+            "logprob": [statistics.fmean(rollout.logprobs) for rollout in rollouts],
         }
         if self.head is not None:
             states = [rollout.last_state for rollout in rollouts]

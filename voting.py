@@ -260,6 +260,7 @@ SIGNALS = {
     "bottom": "bottom_windows",
     "tail": "tail_confidence",
     "certainty": "self_certainty",
+    "logprob": "mean log-prob of the sampled tokens",
 }
 _DEEPCONF = {"lowest window": "lowest", "bottom 10%": "bottom", "tail": "tail", "mean": "mean"}
 RULES = [
@@ -269,6 +270,7 @@ RULES = [
     *[Rule(f"DeepConf, {what}", signal) for what, signal in _DEEPCONF.items()],
     *[Rule(f"DeepConf, {what}, top {{}}", signal, filtered=True) for what, signal in _DEEPCONF.items()],
     Rule("self-certainty", "certainty"),
+    Rule("log-prob", "logprob", rank_weights),
     Rule("best of n, head", "head", choose=best_of),
     Rule("best of n, confidence", "mean", choose=best_of),
 ]

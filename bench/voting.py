@@ -39,6 +39,7 @@ RULES = {
     "DeepConf, lowest window": "tab:olive",
     "ARRoL": "tab:red",
     "ARRoL, probability": "tab:orange",
+    "log-prob": "tab:purple",
 }
 PAPER = {  # Table 3, maj@32 in percent: AMC'23, AIME'24, AIME'25
     "Qwen3-1.7B-Base": ((55.0, 16.7, 3.3), (57.5, 16.7, 6.7), (60.0, 23.3, 13.3)),
@@ -49,7 +50,7 @@ PAPER = {  # Table 3, maj@32 in percent: AMC'23, AIME'24, AIME'25
 NOTE = """\
 Mean over seeds ± half of the 95% t interval, of each set's mean where there are several sets; differences are taken seed by seed. DeepConf weighs each
 vote by trace confidence: its mean over the trace, or the mean of the lowest window. ARRoL weighs it by the rank of the head's score, as in the paper,
-or by the score s′ itself. The paper's row is the mean of AMC'23, AIME'24 and AIME'25; it
+or by the score s′ itself; *log-prob* by the rank of the mean log-prob of its sampled tokens, which needs no head. The paper's row is the mean of AMC'23, AIME'24 and AIME'25; it
 does not say which of the two it took."""
 
 
@@ -89,7 +90,7 @@ def votes(sets: Sequence[dict]) -> dict[str, float]:
 
 
 def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]], crashed: list[dict], n: int) -> str:
-    gains = ("ARRoL − majority", "ARRoL, probability − majority")
+    gains = ("ARRoL − majority", "ARRoL, probability − majority", "log-prob − majority")
     rows = [["", f"avg@{n}", *RULES, *(f"{gain} (95% interval)" for gain in gains), f"pass@{n}"]]
     columns = ("one sample", *RULES, *gains, "oracle")
     for method, one in found.items():
@@ -98,7 +99,18 @@ def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]], cra
         rows.append([name, *(show(one, key, "+.3f" if "−" in key else ".3f") for key in columns)])
     for model, sets in PAPER.items():
         majority, deepconf, arrol = (statistics.fmean(values) / 100 for values in sets)
-        cells = [f"{majority:.3f}", f"{deepconf:.3f}", "", f"{arrol:.3f}", "", f"{arrol - majority:+.3f}", "", ""]
+        cells = [
+            f"{majority:.3f}",
+            f"{deepconf:.3f}",
+            "",
+            f"{arrol:.3f}",
+            "",
+            "",
+            f"{arrol - majority:+.3f}",
+            "",
+            "",
+            "",
+        ]
         rows.append([f"paper, Table 3, {model}", "", *cells])
     return markdown(rows)
 

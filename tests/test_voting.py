@@ -290,6 +290,7 @@ TABLE = {
     "bottom": [5.0, 1.0, 1.0, 4.5, 4.0, 99.0, 3.0],
     "tail": [2.0, 2.0, 2.0, 1.0, 1.0, 99.0, 5.0],
     "certainty": [0.0, 0.0, 0.0, 0.0, 0.0, 99.0, 0.0],
+    "logprob": [-1.0, -2.0, -3.0, -4.0, -5.0, 0.0, -0.5],
 }
 
 
@@ -308,6 +309,7 @@ def test_each_rule_on_a_case_worked_out_by_hand() -> None:
         ("DeepConf, tail, top 20%", 0),  # 2 + 2 + 2, -, 5
         ("DeepConf, mean, top 20%", 2),  # 3, 2, 4
         ("self-certainty", 0),  # all zero: most members
+        ("log-prob", 0),  # .8 + .6 + .4, .2 + 0, 1
         ("best of n, head", 1),
         ("best of n, confidence", 2),
     ]
