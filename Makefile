@@ -11,7 +11,7 @@ demo: install
 test: install
 	.venv/bin/python -m pytest tests
 
-# About 85 minutes on 2 idle cores, 70 of them training, estimated; runs are kept in bench/runs and not repeated. One that fails does not stop the others.
+# 84 minutes on 2 idle cores (AMD EPYC), 69 of them training; runs are kept in bench/runs and not repeated. One that fails does not stop the others.
 BENCHES = theory speed runs accuracy head pruning keep_ratio convergence voting
 
 bench: install
