@@ -1,6 +1,6 @@
 """A long run of the embedded model on several ranks: memory, open files and processes must not grow.
 
-    python bench/soak.py --prompts 4 --group-size 8       200 steps on 2 ranks, about 10 minutes on 2 CPU cores
+    python bench/soak.py --prompts 4 --group-size 8 --cold-start 5       200 steps on 2 ranks, 4 minutes on 2 CPU cores
 
 Reads the memory (`memory_gb` of metrics.jsonl, of the rank that takes most), the open files of every rank and the number of processes,
 at step 20 and at the end. Exits with status 1 if memory grew by more than 5%, if there are more open files, or if a process outlives the
