@@ -473,7 +473,7 @@ def test_deepconf_online_is_its_simulation_on_the_whole_traces(shared: Shared, w
 def response(text: str, score: float = 0.0, group: int = 0, finish: str = "stop") -> Rollout:
     ids = TOKENIZER.encode(text) + [TOKENIZER.eos_token_id]
     state = None if finish == "pruned" else torch.full((8,), score)
-    return Rollout(group, ids, [], finish, last_state=state, confidences=np.full(len(ids), 300.0))
+    return Rollout(group, ids, [-0.5] * len(ids), finish, last_state=state, confidences=np.full(len(ids), 300.0))
 
 
 @pytest.fixture(scope="module")
