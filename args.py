@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -234,7 +235,7 @@ def first_problem(args: Args) -> str | None:
     ranges = [
         ("keep_ratio", 0 < args.keep_ratio <= 1, "must lie in (0, 1]; 1 prunes nothing"),
         ("positive_target", 0 <= args.positive_target <= 1, "must lie in [0, 1]"),
-        ("balance", args.balance >= 0, "must not be negative"),
+        ("balance", 0 <= args.balance < math.inf, "must not be negative, nor infinite"),
         ("p_min", 0 < args.p_min <= args.p_max, "must lie in (0, p_max]: 0 leaves some rollouts no chance"),
         ("p_max", args.p_max <= 1, "must not exceed 1"),
         (

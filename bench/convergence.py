@@ -59,8 +59,10 @@ def against(plain: Run, run: Run, end: float) -> dict[str, float]:
     curve, level = smoothed(run), smoothed(plain)[-1][1]
     found = {"seconds": run.seconds, "last": curve[-1][1], "equal time": interpolate(curve, end)}
     there, plain_there = reached(curve, level), reached(smoothed(plain), level)
+    if there is not None:
+        found["time"] = there
     if there and plain_there is not None:
-        found |= {"time": there, "ahead": plain_there / there}
+        found["ahead"] = plain_there / there
     return found
 
 

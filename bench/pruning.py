@@ -146,7 +146,8 @@ def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:
                     keep = draw_bernoulli(p, generator)
                     for members in complete:  # whoever comes when only --min-survivors are left stays
                         own = keep[members] | ((~keep[members]).cumsum(0) > len(members) - args["min_survivors"])
-                        found[name].append(balance([rows[i]["reward"] for i, kept in zip(members, own) if kept]))
+                        if own.any():
+                            found[name].append(balance([rows[i]["reward"] for i, kept in zip(members, own) if kept]))
         scored = [row for row in rows if row["score"] is not None]
         known = [row for row in scored if row["reward"] is not None]
         calibrator.label(torch.tensor([r["score"] for r in known]), torch.tensor([r["reward"] for r in known]))

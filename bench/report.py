@@ -122,7 +122,10 @@ def assemble(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=BENCH / "results", help="folder of the tables")
-    page = (folder := parser.parse_args().results).resolve().parent / "RESULTS.md"
+    folder = parser.parse_args().results
+    if not folder.is_dir():
+        parser.error(f"--results {folder}: there is no such folder")
+    page = folder.resolve().parent / "RESULTS.md"
     page.write_text(assemble(folder.resolve()), "utf-8")
     print(page)
 

@@ -71,7 +71,7 @@ class Plan:
     def folder(self, method: str, seed: int) -> tuple[Path, Args]:
         """Where a run lives, and its flags parsed. The name holds a digest of all flags: other flags, another folder."""
         args = parse(self.run_flags(method, seed))
-        kept = dataclasses.asdict(args) | {"output": ""}
+        kept = dataclasses.asdict(args) | {"output": ""} | ({"model": "tiny"} if args.embedded else {})
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
         name = re.sub(r"[^a-z0-9.]+", "-", method.lower()).strip("-")
         return self.runs / f"{name}-seed{seed}-{digest}", args

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from args import fail
 from bench.runs import ROOT, Run, command, last_words, read_flags, run_program, train
 from bench.tables import (
     Estimate,
@@ -57,7 +58,7 @@ does not say which of the two it took."""
 def sample(run: Run, data: str, n: int, title: str) -> dict | None:
     """What tts.py says of a run's last checkpoint: its scores.json, None if it crashed. Done once."""
     folder = run.folder / f"tts-{re.sub(r'[^A-Za-z0-9]+', '-', data)}-{n}"
-    if not (folder / "scores.json").is_file() and not (folder / "crash.json").is_file():
+    if not _complete(folder / "scores.json") and not (folder / "crash.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         model = run.folder / f"checkpoint-{int(run.lines[-1]['step'])}"
@@ -75,6 +76,11 @@ def sample(run: Run, data: str, n: int, title: str) -> dict | None:
         print(f"{title}: crashed, see {folder}", flush=True)
         return None
     return json.loads((folder / "scores.json").read_text("utf-8"))
+
+
+def _complete(path: Path) -> bool:
+    """Whether there are scores of all rules: an older tts.py had fewer."""
+    return path.is_file() and RULES.keys() <= json.loads(path.read_text("utf-8"))["votes"].keys()
 
 
 def votes(sets: Sequence[dict]) -> dict[str, float]:
@@ -126,6 +132,8 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", help="sets, as for tts.py")
     parser.add_argument("--n", type=int, default=32, help="candidates per problem")
     plan, own = read_flags(parser)
+    if own.n < 2:
+        fail(f"--n {own.n}: a vote needs 2 candidates at least")
     runs = train(plan, METHODS)
     data = own.data or (["sums"] if plan.embedded else ["amc23", "aime24", "aime25"])
     scored: dict[str, list[list[dict]]] = {method: [] for method in METHODS}

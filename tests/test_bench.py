@@ -113,6 +113,8 @@ def test_convergence_is_the_time_to_the_last_reward_of_grpo() -> None:
     found = convergence.compare({"GRPO": [plain], "GRPO + ARRoL": [quick], "GRPO + random": [never]})
     assert (found["GRPO + ARRoL"]["time"].mean, found["GRPO + ARRoL"]["ahead"].mean) == (20.0, 3.75)
     assert found["GRPO"]["equal time"].mean == pytest.approx(0.4 + 0.2 / 3 * 10 / 25)  # at 60 s
+    flat = convergence.compare({"GRPO": [run_of("GRPO", 0, 100.0, [0, 0, 0], [0.5] * 4)]})["GRPO"]
+    assert flat["time"].mean == 0.0 and "ahead" not in flat  # there from the start
     assert "time" not in found["GRPO + random"] and found["GRPO + random"]["last"].mean == pytest.approx(0.1)
 
 
@@ -171,7 +173,9 @@ def test_rules_on_the_same_rollouts(tmp_path: Path) -> None:
         for g in range(4)
         for i in range(16)
     ]
-    found = pruning.select(scored(tmp_path, rows), 0.5)
+    lone = dataclasses.replace(run := scored(tmp_path, rows), args=run.args | {"min_survivors": 0})
+    assert pruning.select(lone, 0.06)["random"]["kept"] >= 1  # groups that lost all are left out
+    found = pruning.select(run, 0.5)
     even = [
         found[name]["rho_variance"]
         for name in ("Eq. 2 as printed, λ = 0.5", "random", "ARRoL, λ = 0.5", "ARRoL", "PODS")
