@@ -5,7 +5,6 @@ python bench/keep_ratio.py
 
 from __future__ import annotations
 
-import statistics
 import sys
 from pathlib import Path
 
@@ -24,18 +23,13 @@ OlympiadBench in percent."""
 
 def against(plain: Run, run: Run) -> dict[str, float]:
     """Of a run and that of GRPO with the same seed: accuracy, what was kept, and what it changes."""
-    step = [statistics.median(line["time_step"] for line in one.after_cold_start) for one in (plain, run)]
-
-    def mean(key: str) -> float:
-        return statistics.fmean(line[key] for line in run.after_cold_start if key in line)
-
     return {
         "avg": run.score("avg"),
         "difference": run.score("avg") - plain.score("avg"),
-        "keep_ratio": mean("keep_ratio"),
-        "rho_variance": mean("rho_variance"),
+        "keep_ratio": run.mean("keep_ratio"),
+        "rho_variance": run.mean("rho_variance"),
         "speed-up": plain.seconds / run.seconds,
-        "speed-up of a step": step[0] / step[1],
+        "speed-up of a step": plain.step_seconds / run.step_seconds,
     }
 
 

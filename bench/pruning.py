@@ -159,15 +159,11 @@ def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:
 
 def of_run(run: Run) -> dict[str, float]:
     """`MEASURES`, the realised keep ratio and the last accuracy of a run that prunes (or not)."""
-
-    def mean(key: str) -> float:
-        return statistics.fmean(line[key] for line in run.after_cold_start if key in line)
-
     return {
-        "rho_mean": mean("rho_mean"),
-        "rho_variance": mean("rho_variance"),
-        "zero_variance": mean("zero_variance_after"),
-        "keep_ratio": mean("keep_ratio"),
+        "rho_mean": run.mean("rho_mean"),
+        "rho_variance": run.mean("rho_variance"),
+        "zero_variance": run.mean("zero_variance_after"),
+        "keep_ratio": run.mean("keep_ratio"),
         "avg": run.score("avg"),
     }
 

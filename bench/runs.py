@@ -18,6 +18,7 @@ import json
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -106,6 +107,15 @@ class Run:
     def after_cold_start(self) -> list[Metrics]:
         """The steps in which a method that prunes does: of the others too, so that they compare."""
         return [line for line in self.steps if line["step"] > self.args["cold_start"]]
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of the steps after the cold start."""
+        return statistics.median(line["time_step"] for line in self.after_cold_start)
+
+    def mean(self, key: str) -> float:
+        """Mean of a metric over the steps after the cold start that have it."""
+        return statistics.fmean(line[key] for line in self.after_cold_start if key in line)
 
     def evaluations(self) -> list[tuple[float, dict[str, float]]]:
         """Seconds of training so far and `scores`, for each evaluation."""
