@@ -264,6 +264,22 @@ class Calibrator:
             self._biases[key] = solve_bias(observed, keep_ratio, p_min, p_max)
         return self._biases[key]
 
+    def survival(
+        self,
+        q: Tensor,
+        groups: Tensor,
+        tilt: Tilt,
+        keep_ratio: float,
+        balance: float,
+        positive_target: float,
+        p_min: float,
+        p_max: float,
+    ) -> Tensor:
+        """Survival probabilities p (N,) fp64 of posteriors `q` (N,) in `groups` (N,): `tilts`, with the window's `bias` (Eq. 2)."""
+        bias = self.bias(tilt, keep_ratio, balance, positive_target, p_min, p_max)
+        tilted = tilts(tilt, q, groups, keep_ratio, balance, positive_target)
+        return survival_probability(tilted, bias, keep_ratio, p_min, p_max)
+
     def state_dict(self) -> dict[str, Tensor | int]:
         """Both windows, oldest first, and the count of rejected scores: tensors and an int, fit for weights_only."""
         return {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from args import Args
-from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece, survival_probability, tilts
+from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece
 from engine import Decision, Rollout
 from quality_head import HeadTrainer, QualityHead, head_metrics
 from report import Metrics
@@ -61,9 +61,8 @@ class Pruner:
             return torch.full_like(q, a.keep_ratio).masked_fill(q.isnan(), 1.0)
         # a group's mean is over all its members that have arrived so far
         self.posteriors, self.groups = torch.cat([self.posteriors, q]), torch.cat([self.groups, group])
-        tilt = tilts(a.tilt, self.posteriors, self.groups, a.keep_ratio, a.balance, a.positive_target)[-len(q) :]
-        bias = self.calibrator.bias(a.tilt, a.keep_ratio, a.balance, a.positive_target, a.p_min, a.p_max)
-        return survival_probability(tilt, bias, a.keep_ratio, a.p_min, a.p_max)
+        settings = (a.tilt, a.keep_ratio, a.balance, a.positive_target, a.p_min, a.p_max)
+        return self.calibrator.survival(self.posteriors, self.groups, *settings)[-len(q) :]
 
     def _draw(self, p: Tensor, groups: list[int], samples: list[int]) -> list[bool]:
         """Keep decisions, each group's from a generator of its own: never the global one, which the engine reseeds."""

@@ -40,7 +40,7 @@ from bench.tables import (
     save,
     show,
 )
-from calibration import Calibrator, Tilt, draw_bernoulli, survival_probability, tilts
+from calibration import Calibrator, Tilt, draw_bernoulli
 from grader import Verdict
 
 METHODS = ("GRPO", "GRPO + random", "GRPO + ARRoL")
@@ -113,9 +113,10 @@ def survival(rows: list[dict], rule: Rule, keep_ratio: float, calibrator: Calibr
         return torch.tensor([1.0 if row["score"] is None else keep_ratio for row in rows], dtype=torch.float64)
     scores = torch.tensor([math.nan if row["score"] is None else row["score"] for row in rows])
     q, groups = calibrator.posterior(scores), torch.tensor([row["group"] for row in rows])
-    (tilt, strength), target, limits = rule, args["positive_target"], (args["p_min"], args["p_max"])
-    bias = calibrator.bias(tilt, keep_ratio, strength, target, *limits)
-    return survival_probability(tilts(tilt, q, groups, keep_ratio, strength, target), bias, keep_ratio, *limits)
+    tilt, strength = rule
+    return calibrator.survival(
+        q, groups, tilt, keep_ratio, strength, args["positive_target"], args["p_min"], args["p_max"]
+    )
 
 
 def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:

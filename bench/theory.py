@@ -188,8 +188,10 @@ def windows(name: str, tilt: cal.Tilt | None, balance: float, seed: int, truth: 
         _, latent, labels = population(PROMPTS, SIZE, rng)
         scores, groups = score_of(latent, rng), _group_ids(latent) + step * PROMPTS
         q, p = calibrator.posterior(scores.flatten()), torch.ones_like(latent)
-        if step >= COLD:
-            p = _survival(q, groups.flatten(), tilt, balance, calibrator).view_as(latent)
+        if step >= COLD and tilt is None:
+            p = torch.full_like(latent, KEEP)
+        elif step >= COLD:
+            p = calibrator.survival(q, groups.flatten(), tilt, KEEP, balance, TARGET, P_MIN, P_MAX).view_as(latent)
         keep = draw(p, "bernoulli", generator)
         best, arrivals = truth[cal.bin_index(scores, calibrator.bins)], labels.double().mean().item()
         wrong = q.view_as(latent) - best
@@ -206,15 +208,6 @@ def windows(name: str, tilt: cal.Tilt | None, balance: float, seed: int, truth: 
         calibrator.label(scores[keep], labels[keep])
         calibrator.observe(scores[seen], groups[seen])
     return {key: statistics.fmean(line[key] for line in lines[STEPS // 2 :]) for key in lines[0]}
-
-
-def _survival(q: Tensor, groups: Tensor, tilt: cal.Tilt | None, balance: float, calibrator: cal.Calibrator) -> Tensor:
-    """As `Pruner` has it: tilts of what arrives, the bias from the calibrator's window. All (N,)."""
-    if tilt is None:
-        return torch.full_like(q, KEEP)
-    tilts = cal.tilts(tilt, q, groups, KEEP, balance, TARGET)
-    bias = calibrator.bias(tilt, KEEP, balance, TARGET, P_MIN, P_MAX)
-    return cal.survival_probability(tilts, bias, KEEP, P_MIN, P_MAX)
 
 
 # ------------------------------------------------------------------ (c) survivors per group
