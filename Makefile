@@ -3,10 +3,14 @@ PYTHON ?= python3
 # Foreign packages must not shadow those in .venv.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo test bench install clean
+.PHONY: demo test lint bench install clean
 
 demo: install
 	.venv/bin/python arrol.py
+
+lint: install
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
 
 test: install
 	.venv/bin/python -m pytest tests
@@ -20,7 +24,7 @@ bench: install
 	done; .venv/bin/python bench/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 install:
-	@$(PYTHON) install.py
+	@$(PYTHON) support/install.py
 
 clean:
 	rm -rf .venv .pytest_cache .hypothesis

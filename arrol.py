@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from args import Args, fail, parse
+from support.args import Args, fail, parse
 
 if __name__ == "__main__":
     ARGS = parse(sys.argv[1:])  # before the imports below, which take seconds: a bad flag fails at once
@@ -54,11 +54,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-import checkpoint
-import data
 from engine import Engine, EngineError, NothingScored, Rollout, Sampling
-from evaluation import EvalSet, evaluate, grade_rollouts
-from grader import Grader, Verdict
 from grpo import (
     Learner,
     LossConfig,
@@ -70,12 +66,27 @@ from grpo import (
     overlong_penalty,
     shard,
 )
-from memory import first_misfit
-from prepare import engine_from, load_prompts, load_tokenizer, quiet, working_dtype
 from pruner import Pruner
-from ranks import barrier, engine_number, gather, leads, node_by_node, of_first, part, rank, say, share
-from ranks import start_process_group, world_size
-from report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
+from support import checkpoint, data
+from support.distributed import (
+    barrier,
+    engine_number,
+    gather,
+    leads,
+    node_by_node,
+    of_first,
+    part,
+    rank,
+    say,
+    share,
+    start_process_group,
+    world_size,
+)
+from support.evaluation import EvalSet, evaluate, grade_rollouts
+from support.grader import Grader, Verdict
+from support.launch import engine_from, load_prompts, load_tokenizer, quiet, working_dtype
+from support.memory import first_misfit
+from support.report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
 
 
 @dataclasses.dataclass

@@ -41,7 +41,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from confidence import Confidence, ConfidenceRecorder
-from ranks import gather, of_leader
+from support.distributed import gather, of_leader
 
 
 @dataclass

@@ -157,9 +157,7 @@ class Policy(nn.Module):
         return logprobs, entropy
 
 
-def shard(
-    policy: Policy, device: torch.device, gradient_checkpointing: bool = False, offload: bool = False
-) -> Policy:
+def shard(policy: Policy, device: torch.device, gradient_checkpointing: bool = False, offload: bool = False) -> Policy:
     """Put `policy` on `device` under FSDP2, at any number of ranks, one included. Needs a process group.
 
     Master weights, gradients and optimizer state are float32; on a GPU the passes run in bfloat16. Each decoder layer
@@ -326,7 +324,11 @@ class Learner:
         self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))
 
     def update(
-        self, sequences: list[Sequence], max_gap: float, max_mean_gap: float = float("inf"), rows: list[int] | None = None
+        self,
+        sequences: list[Sequence],
+        max_gap: float,
+        max_mean_gap: float = float("inf"),
+        rows: list[int] | None = None,
     ) -> dict[str, float]:
         """Learn from one batch of rollouts (this rank's share) in `minibatches` optimizer steps. Row i belongs to step
         i mod `minibatches`: rows sorted by prompt, by length or by arrival all spread evenly. `rows` are the sequences'
@@ -372,7 +374,9 @@ class Learner:
             "clip_low": sums["clip_low"] / trained,
             "clip_high": sums["clip_high"] / trained,
             "entropy": sums["entropy"] / tokens,
-            "gap_mean": sums["gap"] / tokens if sums["tokens"] else float("nan"),  # not 0, which would say that all is well
+            "gap_mean": sums["gap"] / tokens
+            if sums["tokens"]
+            else float("nan"),  # not 0, which would say that all is well
             "gap_max": sums["gap_max"] if sums["tokens"] else float("nan"),
             "lr": lr,
             "optimizer_steps": float(len(finite)),

@@ -9,11 +9,11 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from args import Args
 from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece
 from engine import Decision, Rollout
 from quality_head import HeadTrainer, QualityHead, head_metrics
-from report import Metrics
+from support.args import Args
+from support.report import Metrics
 
 
 class Pruner:

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from args import EMBEDDED, TINY, add_flags, fail, flag
-from data import INSTRUCTION
+from support.args import EMBEDDED, TINY, add_flags, fail, flag
+from support.data import INSTRUCTION
 
 
 @dataclass
@@ -163,18 +163,18 @@ if __name__ == "__main__" and not ARGS.verbose:
 import torch.distributed as dist
 from torch import Tensor
 
-import data
 import voting
-from checkpoint import load_head
 from confidence import Confidence
-from early_stop import early_stop
 from engine import Engine, Rollout, Sampling
-from evaluation import Benchmark, contaminated, load_benchmark
-from grader import Grader
-from judge import Candidates, Judge, candidates_curve, hits, sample_scores, signal_quality, with_interval
-from prepare import engine_from, load_tokenizer, quiet
 from quality_head import QualityHead
-from ranks import start_process_group
+from support import data
+from support.checkpoint import load_head
+from support.distributed import start_process_group
+from support.early_stop import early_stop
+from support.evaluation import Benchmark, contaminated, load_benchmark
+from support.grader import Grader
+from support.judge import Candidates, Judge, candidates_curve, hits, sample_scores, signal_quality, with_interval
+from support.launch import engine_from, load_tokenizer, quiet
 
 # ------------------------------------------------------------------ the program
 

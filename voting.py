@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grader import canonical
+from support.grader import canonical
 
 Class = int | None  # None: no answer
 Signals = Mapping[str, Sequence[float]]

@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-import checkpoint
 import tts
-from args import fail
 from bench.head_states import token_scores
 from bench.runs import RECORD, last_words, run_program
 from bench.tables import machine, markdown, save
 from calibration import Calibrator, bin_index, ece
 from quality_head import HeadTrainer, QualityHead, auc, head_metrics, spearman, within_group_auc
+from support import checkpoint
+from support.args import fail
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

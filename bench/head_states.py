@@ -52,7 +52,7 @@ def box(tokenizer, token_ids: list[int]) -> int:
 def main() -> None:
     import torch
 
-    from judge import hits, signal_quality
+    from support.judge import hits, signal_quality
 
     args = tts.parse(sys.argv[1:])
     if not args.head:

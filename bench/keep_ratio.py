@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from args import fail
 from bench.runs import Run, command, read_flags, train
 from bench.tables import Estimate, estimates, markdown, measured_on, named, new_figure, pairs, provenance, save, show
+from support.args import fail
 
 METHODS = {0.25: "GRPO + ARRoL, κ = 0.25", 0.5: "GRPO + ARRoL", 0.75: "GRPO + ARRoL, κ = 0.75", 1.0: "GRPO"}
 PAPER = {0.25: (32.46, 2.33), 0.5: (33.34, 1.61), 0.75: (32.68, 1.17), 1.0: (32.36, 1.00)}

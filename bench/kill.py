@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from checkpoint import complete
+from support.checkpoint import complete
 
 RUN = (
     "--steps 12 --prompts 4 --group-size 8 --cold-start 2 --baseline-steps 0 --eval-problems 0 --checkpoint-every 1 "

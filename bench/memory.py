@@ -17,8 +17,8 @@ from pathlib import Path
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from args import TINY, Args, parse
-from memory import Estimate, estimate, first_misfit, shape
+from support.args import TINY, Args, parse
+from support.memory import Estimate, estimate, first_misfit, shape
 
 _QWEN3 = dict(vocab_size=151_936, num_key_value_heads=8, head_dim=128)
 _LLAMA = dict(vocab_size=128_256, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True)

@@ -41,7 +41,7 @@ from bench.tables import (
     show,
 )
 from calibration import Calibrator, Tilt, draw_bernoulli
-from grader import Verdict
+from support.grader import Verdict
 
 METHODS = ("GRPO", "GRPO + random", "GRPO + ARRoL")
 SCORED = "GRPO, scored"

@@ -30,9 +30,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
-from args import Args, fail, parse
 from bench.tables import machine
-from report import Metrics, load_metrics
+from support.args import Args, fail, parse
+from support.report import Metrics, load_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = {

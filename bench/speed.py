@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from args import Args, parse
 from bench.runs import ROOT, code_version
 from bench.tables import estimate, machine, markdown, measured_on, new_figure, save
+from support.args import Args, parse
 
 PHASES = ("generate", "logprob", "update", "grade", "head", "sync", "step")
 PAPER = {"generate": 1.46, "logprob": 1.84, "update": 2.08}  # Table 5: Qwen3-1.7B-Base, GH200, L_detect 512

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from args import fail
 from bench.runs import ROOT, Run, command, last_words, read_flags, run_program, train
 from bench.tables import (
     Estimate,
@@ -32,6 +31,7 @@ from bench.tables import (
     save,
     show,
 )
+from support.args import fail
 
 METHODS = ("GRPO + ARRoL", "DAPO + ARRoL")
 RULES = {

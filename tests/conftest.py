@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from args import TINY
 from engine import Engine
-from ranks import start_process_group
+from support.args import TINY
+from support.distributed import start_process_group
 
 DETECT = 12
 

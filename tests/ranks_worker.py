@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import arrol
-from args import Args, parse
 from arrol import Trainer, workbench
-from ranks import rank
+from support.args import Args, parse
+from support.distributed import rank
 
 FLAGS = (  # 40 rollouts and about 900 prompt tokens a step: vLLM starts them all at once, so that no group arrives in portions
     "--prompts 5 --group-size 8 --steps 4 --cold-start 1 --warmup-steps 0 --lr 1e-4 --rollout-seeds --log-rollouts all "

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import args
-from args import EMBEDDED, TINY, Args, parse
+from support import args
+from support.args import EMBEDDED, TINY, Args, parse
 
-ROOT = Path(args.__file__).parent
+ROOT = Path(args.__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_bad_flags_fail_before_anything_heavy_is_imported() -> None:
-    code = "import sys, args\ntry: args.parse(['--group-size', '1'])\nexcept SystemExit: assert not {'torch', 'vllm'} & set(sys.modules); print('light')"
+    code = "import sys; from support import args\ntry: args.parse(['--group-size', '1'])\nexcept SystemExit: assert not {'torch', 'vllm'} & set(sys.modules); print('light')"
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         == "light\n"

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from args import parse
 from bench import accuracy, convergence, keep_ratio, pruning, report, speed
 from bench.runs import Plan, Run, command, interpolate, load, read_flags, scores, train
 from bench.tables import estimate, estimates, named, pairs, provenance, save
+from support.args import parse
 
 rewards_and_count = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=8).flatmap(
     lambda rewards: st.tuples(st.just(rewards), st.integers(1, len(rewards)))

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from data import INSTRUCTION, Problem, load, stop_token_ids, sums, sums_range, tokenize
+from support.data import INSTRUCTION, Problem, load, stop_token_ids, sums, sums_range, tokenize
 
 DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -173,7 +173,7 @@ def test_a_parquet_column_of_another_kind_is_named(tmp_path: Path) -> None:
 def test_importing_data_is_light() -> None:
     """The grader's workers run this file as a script, once for every hostile answer."""
     heavy = "{'torch', 'vllm', 'transformers', 'datasets', 'pyarrow', 'numpy', 'math_verify', 'sympy'}"
-    check = f"import sys, data; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    check = f"import sys; import support.data; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
     assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parent.parent).returncode == 0
 
 

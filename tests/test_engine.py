@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import DETECT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import confidence
-import data
-from args import TINY
 from confidence import Confidence, ConfidenceRecorder, token_confidence
-from conftest import DETECT
 from engine import Decision, Engine, NothingScored, Rollout, Sampling
+from support import data
+from support.args import TINY
 
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 EOS = TOKENIZER.eos_token_id

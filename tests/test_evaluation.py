@@ -11,12 +11,11 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import data
-import evaluation
-from data import Problem, Prompt
 from engine import Rollout
-from evaluation import KNOWN, contaminated, grade_rollouts, load_benchmark
-from grader import Grader
+from support import data, evaluation
+from support.data import Problem, Prompt
+from support.evaluation import KNOWN, contaminated, grade_rollouts, load_benchmark
+from support.grader import Grader
 
 ROWS = [  # in the forms of AIME, Minerva and OlympiadBench
     {"problem": "What is $1+1$?", "answer": "002"},

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grader import Grader, Verdict, extract_answer, gold_text
+from support.grader import Grader, Verdict, extract_answer, gold_text
 
 TOWER = r"\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}"  # hangs sympy, in C
 ROOT = Path(__file__).parent.parent
@@ -376,7 +376,7 @@ def test_closing_leaves_no_worker_not_even_a_busy_one() -> None:
 def test_workers_die_with_a_parent_that_is_killed() -> None:
     """Both the idle one, whose input ends, and the busy one, which reads none."""
     program = (
-        "import grader\n"
+        "from support import grader\n"
         "judge = grader.Grader(workers=2, timeout=3.0)\n"
         r"print(judge.grade([r'\boxed{0.5}', r'\boxed{0.25}'], ['1/2', '1/4'])[0].kind, flush=True)" + "\n"
         f"judge.grade([r'\\boxed{{{TOWER}}}'], ['1'])\n"
@@ -396,7 +396,7 @@ def test_a_script_that_grades_is_not_run_again_by_its_workers(tmp_path: Path) ->
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import grader\n"
+        "from support import grader\n"
         "print('run')\n"
         r"print(grader.Grader().grade([r'\boxed{0.5}'], ['1/2'])[0].kind)" + "\n"
     )

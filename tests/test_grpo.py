@@ -26,8 +26,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import grpo
-from grpo import Learner, LossConfig, NonFiniteGradients, Policy, SamplerGapError, Sequence, frozen_logprobs
-from grpo import group_advantages, k3, micro_batches, overlong_penalty, pad, shard, token_objective
+from grpo import (
+    Learner,
+    LossConfig,
+    NonFiniteGradients,
+    Policy,
+    SamplerGapError,
+    Sequence,
+    frozen_logprobs,
+    group_advantages,
+    k3,
+    micro_batches,
+    overlong_penalty,
+    pad,
+    shard,
+    token_objective,
+)
 
 VOCAB = 50
 CPU = torch.device("cpu")

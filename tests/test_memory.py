@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import grpo
-import memory
-from args import Args
 from grpo import Learner, LossConfig, Policy, Sequence, pad, shard
-from memory import estimate, first_misfit, shape
+from support import memory
+from support.args import Args
+from support.memory import estimate, first_misfit, shape
 
 CPU = torch.device("cpu")
 GB = 10**9

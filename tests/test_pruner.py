@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from args import Args, parse
 from engine import Decision, Rollout
 from pruner import Pruner
+from support.args import Args, parse
 
 HIDDEN = 8
 

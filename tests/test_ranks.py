@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks_worker import FLAGS
 from safetensors.torch import load_file
 
-from args import TINY, parse
 from arrol import Trainer
-from grader import Verdict
 from quality_head import head_metrics
-from ranks_worker import FLAGS
+from support.args import TINY, parse
+from support.grader import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ("grpo", "dapo", "one prompt")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import Rollout
-from report import RunLog, load_metrics, plot_reward, rollout_metrics, summary
+from support.report import RunLog, load_metrics, plot_reward, rollout_metrics, summary
 
 
 def rollout(group: int, length: int, finish: str = "stop", survival: float | None = None) -> Rollout:

@@ -17,15 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import arrol
-import checkpoint
-import data
-from args import TINY, parse
 from arrol import Trainer
 from engine import Engine, EngineError, NothingScored, Rollout, Sampling
-from evaluation import EvalSet
-from grader import Grader, Verdict
 from grpo import SamplerGapError
-from prepare import load_prompts
+from support import checkpoint, data
+from support.args import TINY, parse
+from support.evaluation import EvalSet
+from support.grader import Grader, Verdict
+from support.launch import load_prompts
 
 ROOT = Path(arrol.__file__).parent
 

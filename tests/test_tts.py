@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-import data
 import tts
 import voting
-from args import TINY
 from calibration import Calibrator, bin_index
-from checkpoint import save_head
-from data import Problem, Prompt
-from early_stop import KeepBetter, stop_by_confidence, stop_by_head
 from engine import Rollout
-from evaluation import Benchmark, EvalSet, evaluate
-from grader import Grader, Verdict
-from judge import Candidates, Judge, hits, sample_scores, signal_quality
 from quality_head import QualityHead
+from support import data
+from support.args import TINY
+from support.checkpoint import save_head
+from support.data import Problem, Prompt
+from support.early_stop import KeepBetter, stop_by_confidence, stop_by_head
+from support.evaluation import Benchmark, EvalSet, evaluate
+from support.grader import Grader, Verdict
+from support.judge import Candidates, Judge, hits, sample_scores, signal_quality
 from tts import Bench
 
 L_DETECT, N, TOO_LONG = 10, 4, 5  # the embedded model's L_detect; candidates; the place of the problem that is too long

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import voting
-from grader import Grader
+from support.grader import Grader
 from voting import (
     RULES,
     SIGNALS,

@@ -38,8 +38,8 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data import Problem, sums  # noqa: E402  (the repository is flat, and this script lives one folder down)
 from quality_head import HeadTrainer, QualityHead, auc, within_group_auc  # noqa: E402
+from support.data import Problem, sums  # noqa: E402  (the repository is flat, and this script lives one folder down)
 
 SEED = 0
 TERMS, LARGEST = (3, 10), 15
@@ -58,16 +58,34 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     core.decoder = decoders.Fuse()
     core.add_tokens([AddedToken(BOX, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN,
-                                   clean_up_tokenization_spaces=False, model_max_length=512)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """0.8M parameters, fp32, tied embeddings as in Qwen3-1.7B; the vocabulary is padded to 64 rows."""
     config = Qwen3Config(
-        vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, use_cache=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32")
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        use_cache=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
     model = Qwen3ForCausalLM(config).float()
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model
@@ -125,8 +143,9 @@ def batches(tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, mixed: bo
         yield ids, labels
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.AdamW,
-          mixed: bool) -> None:
+def train(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.AdamW, mixed: bool
+) -> None:
     """One stage of supervised training, in place: the first warms up and stays, the second (`mixed`) decays to zero.
 
     The second divides its loss by a constant: rows of a batch are alike in length, so a mean over each batch would
@@ -169,8 +188,14 @@ def judge(problem: Problem, text: str) -> tuple[str, bool]:
 
 
 @torch.no_grad()
-def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], group_size: int,
-           greedy: bool = False, batch: int = 512) -> list[Sample]:
+def sample(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[Problem],
+    group_size: int,
+    greedy: bool = False,
+    batch: int = 512,
+) -> list[Sample]:
     """`group_size` responses to each problem, at temperature 1 and top-p 1 (or greedy), in batches of like prompts."""
     prompts = [tokenizer.encode(problem.text + "\n") for problem in problems]
     order = sorted((g for g in range(len(problems)) for _ in range(group_size)), key=lambda g: len(prompts[g]))
@@ -179,8 +204,12 @@ def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems
         groups = order[start : start + batch]
         width = max(len(prompts[g]) for g in groups)
         ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(prompts[g])) + prompts[g] for g in groups])
-        out = model.generate(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long(), max_new_tokens=160,
-                             **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}))
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=(ids != tokenizer.pad_token_id).long(),
+            max_new_tokens=160,
+            **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}),
+        )
         for g, row in zip(groups, out[:, width:].tolist()):
             response = row[: row.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in row else row
             text = tokenizer.decode(response, skip_special_tokens=True)
@@ -214,8 +243,9 @@ def head_auc(model: Qwen3ForCausalLM, fit: list[Sample], held_out: list[Sample],
     return auc(scores, right), within_group_auc(scores, right, group)
 
 
-def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: int = 128,
-            group_size: int = 16) -> None:
+def measure(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: int = 128, group_size: int = 16
+) -> None:
     """Prints the table: accuracies, ways, lengths, groups, and the AUC of a head at several L_detect; Markdown."""
     torch.manual_seed(SEED)
     test, started = sums(prompts, SEED + 1, "test", TERMS, LARGEST), time.time()

@@ -16,11 +16,11 @@ import torch
 from tqdm import tqdm
 
 import voting
-from data import Prompt
 from engine import Rollout
-from evaluation import grade_rollouts
-from grader import Grader, Verdict
 from quality_head import QualityHead, auc, within_group_auc
+from support.data import Prompt
+from support.evaluation import grade_rollouts
+from support.grader import Grader, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 """Data sets in, prompts out.
 
-    problems, report = load("BytedTsinghua-SIA/DAPO-Math-17k")
-    prompts, dropped = tokenize(problems, tokenizer, max_prompt_tokens=1024)
+problems, report = load("BytedTsinghua-SIA/DAPO-Math-17k")
+prompts, dropped = tokenize(problems, tokenizer, max_prompt_tokens=1024)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grader import canonical, gold_text
+from support.grader import canonical, gold_text
 
 if TYPE_CHECKING:
     import pyarrow

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calibration import Calibrator, posterior_table
 from quality_head import QualityHead
-from ranks import of_first, rank
+from support.distributed import of_first, rank
 
 PREFIX = "checkpoint-"
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from args import Args
 from grpo import Policy
+from support.args import Args
 
 CHUNK_TOKENS: int = inspect.signature(Policy).parameters["chunk_tokens"].default
 CONTEXT = 1_000_000_000  # CUDA context, cuBLAS and NCCL workspaces

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-import data
-from args import Args, fail
 from engine import Engine
-from evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
-from ranks import say
+from support import data
+from support.args import Args, fail
+from support.distributed import say
+from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

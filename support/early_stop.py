@@ -15,8 +15,8 @@ import voting
 from calibration import SystematicDraw, bin_index, solve_bias, survival_probability
 from confidence import Confidence
 from engine import Decision, Rollout
-from judge import Candidates, hits, with_interval
 from quality_head import QualityHead
+from support.judge import Candidates, hits, with_interval
 
 if TYPE_CHECKING:
     from tts import Bench

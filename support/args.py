@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from data import INSTRUCTION
+from support.data import INSTRUCTION
 
-TINY = Path(__file__).resolve().parent / "tiny"
+TINY = Path(__file__).resolve().parent.parent / "tiny"
 
 
 def flag(default: object, help: str, choices: tuple[str, ...] | None = None) -> dataclasses.Field:

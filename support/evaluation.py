@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import data
-from data import DataError, Problem, Prompt
-from grader import Grader, Verdict
-from ranks import engine_number, gather, leads, rank, share
+from support import data
+from support.data import DataError, Problem, Prompt
+from support.distributed import engine_number, gather, leads, rank, share
+from support.grader import Grader, Verdict
 from voting import pass_at_k
 
 if TYPE_CHECKING:

