@@ -67,7 +67,10 @@ def test_bin_edges() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5, 100, 300])
 def test_counts_sum_to_the_window(size: int) -> None:
-    """texttron/BrowseComp-Plus#18: no bin is skipped, at any size; the window holds the newest entries."""
+    """texttron/BrowseComp-Plus#18: no bin is skipped, at any size.
+
+    The window holds the newest entries.
+    """
     calibrator = Calibrator(bins=128, window=100)
     scores, labels = sample(size, seed=size)
     scores[:1] = 1.0
@@ -133,7 +136,10 @@ def test_empty_bin_limits() -> None:
 
 
 def test_one_window_keeps_the_prior() -> None:
-    """A fifth of all rollouts is right. Two buffers of the same cap would make it half and shift every posterior."""
+    """A fifth of all rollouts is right, and so says the prior.
+
+    Two buffers of the same cap would make it half and shift every posterior.
+    """
     g = generator(1)
     truth = 0.1 + 0.2 * torch.rand(40_000, generator=g)
     labels = torch.rand(40_000, generator=g) < truth
@@ -150,7 +156,10 @@ def test_one_window_keeps_the_prior() -> None:
 
 @pytest.mark.parametrize("tilt", ["printed", "group"])
 def test_labels_of_survivors_do_not_bias_the_posterior(tilt: Tilt) -> None:
-    """Survival depends on a rollout through its bin (and group): with a sufficient score, q(b) stays what it was."""
+    """Survival depends on a rollout through its bin (and group).
+
+    So, with a sufficient score, q(b) stays what it was.
+    """
     scores, labels = sample(60_000, seed=2)
     groups = torch.arange(60_000) // 16
     everyone = Calibrator(bins=8, window=60_000)
@@ -176,9 +185,10 @@ def test_labels_of_survivors_do_not_bias_the_posterior(tilt: Tilt) -> None:
 def test_lemma_4_1(q: list[Fraction], target: Fraction) -> None:
     """Lemma 4.1 with the condition that its proof leaves out.
 
-    Removing j moves the mean by (mu - q_j) / (G - 1). When that is towards rho, the deviation shrinks if and only if
-    the step does not jump past rho by as much as was missing: |q_j - mu| < 2 (G - 1) |mu - rho|. And the group tilt
-    lowers the survival of exactly the rollouts that the lemma would remove.
+    Removing j moves the mean by (mu - q_j) / (G - 1). When that is towards rho, the deviation
+    shrinks if and only if the step does not jump past rho by as much as was missing:
+    |q_j - mu| < 2 (G - 1) |mu - rho|. And the group tilt lowers the survival of exactly the
+    rollouts that the lemma would remove.
     """
     mean = sum(q) / len(q)
     tilt = tilt_group(torch.tensor([float(x) for x in q]), one_group(q), replace(PAPER, positive_target=float(target)))
@@ -193,9 +203,10 @@ def test_lemma_4_1(q: list[Fraction], target: Fraction) -> None:
 
 
 def test_lemma_4_1_needs_its_condition() -> None:
-    """As printed it fails: q = (1, 0.4), rho = 0.6, so mu = 0.7, and without the 1 the mean is 0.4, twice as far away.
+    """As printed it fails for q = (1, 0.4) and rho = 0.6, so that mu = 0.7.
 
-    The group tilt stops short of that: it lowers p of the 1 just so far that the expected ratio is rho.
+    Without the 1 the mean is 0.4, twice as far away. The group tilt stops short of that: it lowers
+    p of the 1 just so far that the expected ratio is rho.
     """
     q = torch.tensor([1.0, 0.4], dtype=torch.float64)
     assert abs(q[1] - 0.6) > abs(q.mean() - 0.6)
@@ -206,7 +217,10 @@ def test_lemma_4_1_needs_its_condition() -> None:
 @quick
 @given(q=st.lists(unit, min_size=2, max_size=16), target=unit, balance=st.sampled_from([0.1, 0.5]))
 def test_group_tilt_moves_towards_the_target(q: list[float], target: float, balance: float) -> None:
-    """The expected positive ratio of the kept goes towards rho and never past it (kappa = lambda = 1/2: no clip)."""
+    """The expected positive ratio of the kept goes towards rho and never past it.
+
+    kappa = 1/2 and lambda <= 1/2, so that no p is clipped.
+    """
     q_ = torch.tensor(q, dtype=torch.float64)
     settings = replace(UNCLIPPED, balance=balance, positive_target=target)
     p = survival_probability(tilt_group(q_, one_group(q), settings), 0.0, settings)
@@ -227,7 +241,10 @@ def test_group_tilt_reaches_the_target_when_unbounded() -> None:
 @quick
 @given(q=st.lists(unit, min_size=2, max_size=16), target=unit)
 def test_printed_tilt_falls_with_q(q: list[float], target: float) -> None:
-    """Eq. 2 as printed lowers the positive ratio in every group: away from rho where the mean is below it."""
+    """Eq. 2 as printed lowers the positive ratio in every group.
+
+    That is away from rho where the mean is below it.
+    """
     q_ = torch.tensor(q, dtype=torch.float64)
     settings = replace(UNCLIPPED, positive_target=target)
     tilt = tilt_printed(q_, settings)
@@ -248,7 +265,10 @@ def test_group_tilt_is_the_printed_one_above_the_target() -> None:
 
 
 def test_group_tilt_degenerate_groups() -> None:
-    """Equal posteriors, a singleton, a mean on the target, a NaN: all finite, the NaN row alone NaN, and then kept."""
+    """Equal posteriors, a singleton, a mean on the target, a NaN.
+
+    All tilts are finite but the NaN row's, which is kept.
+    """
     q = torch.tensor([0.3, 0.3, 0.9, 0.4, 0.6, 0.2, math.nan, 0.4], dtype=torch.float64)
     groups = torch.tensor([0, 0, 1, 2, 2, 3, 3, 3])
     tilt = tilt_group(q, groups, PAPER)
@@ -336,7 +356,10 @@ def test_bias_is_solved_over_all_scored_rollouts(tilt: Tilt) -> None:
 
 
 def test_draws_have_the_same_marginals() -> None:
-    """20,000 draws of 12 rollouts in two groups: each keep rate within 4.5 standard errors of p, for both draws."""
+    """20,000 draws of 12 rollouts in two groups, both ways.
+
+    Each keep rate lies within 4.5 standard errors of p.
+    """
     p = torch.linspace(0.05, 0.95, 12, dtype=torch.float64)
     groups = torch.tensor([0, 1] * 6)
     g, rounds = generator(10), 20_000
@@ -349,7 +372,10 @@ def test_draws_have_the_same_marginals() -> None:
 @quick
 @given(p=st.lists(unit, min_size=1, max_size=16))
 def test_systematic_marginals_are_exact(p: list[float]) -> None:
-    """Integrated over u: decisions change only where u + C_k is an integer, so the pieces in between add up to p."""
+    """Integrated over u, the decisions are p.
+
+    They change only where u + C_k is an integer, so that the pieces in between add up.
+    """
     p_ = torch.tensor(p, dtype=torch.float64)
     group = torch.zeros(len(p), dtype=torch.int64)
     points = sorted({0.0, 1.0, *((-p_.cumsum(0)) % 1).tolist()})
@@ -379,7 +405,10 @@ def test_systematic_survivors_stay_within_one(arrivals: list[tuple[int, float]],
 
 
 def test_draws_obey_certainty_and_their_generator() -> None:
-    """p = 1 always keeps and p = 0 never; the global generator is neither used nor moved (vllm#8519)."""
+    """p = 1 always keeps and p = 0 never.
+
+    The global generator is neither used nor moved (vllm#8519).
+    """
     p, groups = torch.tensor([1.0, 0.0] * 500), torch.arange(1000) // 10
     for draw in (lambda g, p: draw_bernoulli(p, g), lambda g, p: SystematicDraw(g)(p, groups)):
         before = torch.get_rng_state()
@@ -416,7 +445,10 @@ def test_scores_that_are_not_numbers() -> None:
 @pytest.mark.parametrize("label", [0, 1])
 @pytest.mark.parametrize("tilt", ["printed", "group"])
 def test_one_class(label: int, tilt: Tilt) -> None:
-    """Project-MONAI/MONAI#8707: only right or only wrong rollouts so far: q is that class, p = kappa for all."""
+    """Project-MONAI/MONAI#8707: only right or only wrong rollouts so far.
+
+    q is that class, and p = kappa for all.
+    """
     calibrator = Calibrator()
     scores = torch.rand(50, generator=generator(15))
     groups = torch.arange(50) // 16

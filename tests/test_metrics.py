@@ -1,4 +1,4 @@
-"""What tells right from wrong, calibration error, pass@k and intervals; faults that others' metrics had."""
+"""AUC, calibration error, pass@k and intervals; faults that other metrics had."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_spearman_is_pearson_on_mean_ranks(data: list[tuple[int, int, int]]) -> 
 
 
 def test_easy_prompts_are_not_good_rollouts() -> None:
-    """A head that knows only which prompt is easy: good over all rollouts, useless within groups."""
+    """A head that knows only which prompt is easy: good over all, useless within groups."""
     groups = torch.arange(8) // 4
     labels = torch.tensor([1, 1, 1, 0, 0, 0, 0, 1])
     scores = torch.tensor([0.8] * 4 + [0.3] * 4)
@@ -64,7 +64,10 @@ def test_easy_prompts_are_not_good_rollouts() -> None:
 
 
 def test_metrics_of_odd_input() -> None:
-    """MedicalGPT#263: one class, nothing at all, a NaN score: no exception; and logits are not taken for scores."""
+    """MedicalGPT#263: one class, nothing at all, a NaN score raise no exception.
+
+    Logits are not taken for scores.
+    """
     one = head_metrics(torch.tensor([0.2, 0.9]), torch.ones(2), torch.zeros(2, dtype=torch.int64))
     assert math.isnan(one["auc"]) and math.isnan(one["spearman"]) and one["base_rate"] == 1 and one["accuracy"] == 0.5
     empty = head_metrics(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64))
@@ -81,7 +84,10 @@ def test_metrics_of_odd_input() -> None:
 
 
 def test_ece() -> None:
-    """By hand: two bins, 3 rows at 0.2 with one right (gap 0.4/3 each), one row at 0.9 that is wrong (gap 0.9)."""
+    """Two bins by hand.
+
+    3 rows at 0.2 with one right (gap 0.4/3 each), one row at 0.9 that is wrong (gap 0.9).
+    """
     q, labels = torch.tensor([0.2, 0.2, 0.2, 0.9]), torch.tensor([1, 0, 0, 0])
     assert ece(q, labels, bins=2) == pytest.approx((abs(0.6 - 1) + 0.9) / 4)
     unscored = torch.tensor([math.nan])
@@ -120,7 +126,10 @@ def test_pass_at_k_of_too_few_samples_is_an_error(n: int, c: int, k: int) -> Non
 
 
 def test_the_interval_is_made_of_binomial_quantiles() -> None:
-    """The mean of n resampled zeros and ones is Binomial(n, share of ones) / n: P(<= 39) < 0.025 < P(<= 40) for 100."""
+    """The mean of n resampled zeros and ones is Binomial(n, share of ones) / n.
+
+    For 100, P(<= 39) < 0.025 < P(<= 40).
+    """
     values = [0.0, 1.0] * 50
     assert interval(values) == (0.4, 0.6) == interval(values, seed=1)
     assert interval(values, level=0.9) == (0.42, 0.58)  # P(<= 41) < 0.05 < P(<= 42)

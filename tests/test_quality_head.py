@@ -68,7 +68,10 @@ def test_no_gradient_reaches_the_policy() -> None:
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
-    """vllm#8519: an engine that reseeds the process changes nothing, and the head leaves the global generator alone."""
+    """vllm#8519: an engine that reseeds the process changes nothing.
+
+    The head leaves the global generator alone.
+    """
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = parameters(QualityHead(8, seed=5))
@@ -81,7 +84,10 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_recovers_from_one_class() -> None:
-    """MedicalGPT#263: 50 rounds of right answers only, then balanced ones: logits stay bounded and the head learns."""
+    """MedicalGPT#263: 50 rounds of right answers only, then balanced ones.
+
+    Logits stay bounded and the head learns.
+    """
     trainer = HeadTrainer(QualityHead(16), passes=1, batch_size=64, capacity=256)
     test_states, test_labels = toy(500, seed=1)
     for step in range(50):
@@ -123,7 +129,10 @@ def test_buffer_keeps_the_newest(sizes: list[int]) -> None:
 
 
 def test_buffer_refuses_what_is_not_a_sample() -> None:
-    """Non-finite states are left out (one would turn every weight to NaN); labels are verdicts (miles#2800)."""
+    """Non-finite states are left out: one would turn every weight to NaN.
+
+    Labels are verdicts (miles#2800).
+    """
     trainer = HeadTrainer(QualityHead(4), capacity=8)
     states, labels = toy(4, seed=4, size=4)
     states[1, 2], states[3, 0] = math.nan, math.inf
@@ -161,7 +170,10 @@ def test_resume_is_exact(capacity: int) -> None:
 
 
 def test_resume_keeps_the_new_flags_and_refuses_damage() -> None:
-    """lr comes from the constructor, not from the file; a damaged generator is an error, not a warning."""
+    """lr comes from the constructor, not from the file.
+
+    A damaged generator is an error, not a warning.
+    """
     trainer = HeadTrainer(QualityHead(16), lr=1e-3, capacity=100)
     trainer.add(*toy(90, seed=6))
     trainer.train()
