@@ -22,8 +22,8 @@ from support import data
 from support.data import DataError, Problem, Prompt
 from support.distributed import engine_number, gather, leads, rank, share
 from support.grader import Grader
+from support.metrics import pass_at_k
 from tiny import sums as tiny_sums
-from voting import pass_at_k
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
