@@ -12,9 +12,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine import Rollout
-from support import data, evaluation
+from support import data
 from support.data import Problem, Prompt
-from support.evaluation import KNOWN, contaminated, grade_rollouts, load_benchmark
+from support.evaluation import KNOWN, contaminated, grade, load_benchmark
 from support.grader import Grader
 
 ROWS = [  # in the forms of AIME, Minerva and OlympiadBench
@@ -88,7 +88,7 @@ def test_a_known_set_comes_from_the_hub_or_from_a_local_copy_and_is_the_same(
     """A folder goes the way of a hub id. lighteval#631: equal digests say that two scores are on the same problems."""
     (tmp_path / "hub").mkdir()
     write(tmp_path / "hub" / "test.jsonl", ROWS)
-    monkeypatch.setitem(KNOWN, "amc23", evaluation._Known(str(tmp_path / "hub"), "test", 3, "pass@16"))
+    monkeypatch.setitem(KNOWN, "amc23", (str(tmp_path / "hub"), "test", 3, "pass@16"))
     hub = load_benchmark("amc23", "--data")
     copy = load_benchmark(f"amc23={write(tmp_path / 'copy.parquet', ROWS)}", "--data")
     assert (hub.name, hub.metric) == (copy.name, copy.metric) == ("amc23", "pass@16")
@@ -96,8 +96,8 @@ def test_a_known_set_comes_from_the_hub_or_from_a_local_copy_and_is_the_same(
     assert len(hub.digest) == 12 and int(hub.digest, 16) >= 0
     with pytest.raises(ValueError, match="^--data .*copy.jsonl: 2 rows, where amc23 has 3; "):
         load_benchmark(f"amc23={write(tmp_path / 'copy.jsonl', ROWS[:2])}", "--data")
-    monkeypatch.setitem(KNOWN, "amc23", evaluation._Known(str(tmp_path / "hub"), "validation", 3, "pass@16"))
-    with pytest.raises(ValueError, match="^--data amc23: the hub gave no validation split.*; .*amc23=FILE"):
+    monkeypatch.setitem(KNOWN, "amc23", (str(tmp_path / "hub"), "validation", 3, "pass@16"))
+    with pytest.raises(ValueError, match="^--data .*: .*split: validation.*; .*amc23=FILE"):
         load_benchmark("amc23", "--data")
 
 
@@ -116,7 +116,7 @@ def test_the_digest_changes_with_every_text_answer_and_order(tmp_path: Path) -> 
 
 def test_the_paper_s_sets_and_their_headline_metrics() -> None:
     """Sec. 5.1, App. A.2: average accuracy on the large sets, pass@16 on AMC and AIME."""
-    assert {name: (known.rows, known.metric) for name, known in KNOWN.items()} == {
+    assert {name: known[2:] for name, known in KNOWN.items()} == {
         "math500": (500, "avg"),
         "minerva": (272, "avg"),
         "olympiadbench": (674, "avg"),
@@ -252,8 +252,11 @@ def test_verdicts_come_by_group_in_order_and_pruned_rollouts_get_none() -> None:
         rollout(7, "well", "length"),
     ]
     with Grader() as grader:
-        verdicts = grade_rollouts(rollouts, prompts, tokenizer, grader)
-        assert grade_rollouts([], prompts, tokenizer, grader) == []
-        assert grade_rollouts(rollouts[2:3], prompts, tokenizer, grader) == [None]
-    kinds = [verdict and verdict.kind for verdict in verdicts]
-    assert kinds == ["right", "no answer", None, "right", "wrong", "no answer"]
+        grade(rollouts, prompts, tokenizer, grader)
+        grade([], prompts, tokenizer, grader)
+        (alone,) = rollouts[2:3]
+        grade([alone], prompts, tokenizer, grader)
+    assert [r.verdict for r in rollouts] == ["right", "no answer", None, "right", "wrong", "no answer"]
+    assert [r.reward for r in rollouts] == [1.0, 0.0, None, 1.0, 0.0, 0.0]
+    assert [r.answer for r in rollouts] == ["2", None, None, "3", "3", None]
+    assert rollouts[0].tail == "\\boxed{2}<eos>" and rollouts[2].tail == "\\boxed{2}"

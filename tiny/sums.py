@@ -1,0 +1,59 @@
+"""What the embedded model works out: sums such as `25-13+39=?`, made up on the spot."""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+
+
+def sums(
+    count: int, seed: int, split: str = "train", terms: tuple[int, int] = (3, 10), largest: int = 15
+) -> dict[str, str]:
+    """`count` different sums, each with its answer, fixed by the arguments.
+
+    `split` is "train" or "test": a tenth of all sums, by a hash of their text, is held out.
+    """
+    rng, found = random.Random(f"sums-{seed}-{split}"), {}
+    for _ in range(1000 * count):
+        if len(found) == count:
+            break
+        numbers = [rng.randint(1, largest) for _ in range(rng.randint(*terms))]
+        signs = [rng.choice("+-") for _ in numbers[1:]]
+        text = str(numbers[0]) + "".join(f"{sign}{number}" for sign, number in zip(signs, numbers[1:])) + "=?"
+        held_out = zlib.crc32(text.encode()) % 10 == 0
+        if held_out == (split == "test") and text not in found:
+            found[text] = str(numbers[0] + sum(n if s == "+" else -n for s, n in zip(signs, numbers[1:])))
+    if len(found) < count:
+        raise ValueError(
+            f"only {len(found)} of {count} different sums of {terms} terms up to {largest} exist in the {split} split; "
+            "ask for larger numbers"
+        )
+    return found
+
+
+def sums_range(source: str, flag: str = "--dataset") -> tuple[tuple[int, int], int] | None:
+    """(terms, largest) that `sums` or `sums:2-3:20` (2 to 3 numbers, up to 20) asks for; else None."""
+    if source != "sums" and not source.startswith("sums:"):
+        return None
+    match = re.fullmatch(r"sums(?::([1-9][0-9]?)-([1-9][0-9]?):([1-9][0-9]{0,8}))?", source)
+    low, high, largest = (int(n) for n in match.groups(default="0")) if match else (2, 1, 0)
+    if low > high:
+        raise ValueError(f"{flag} {source}: write sums, or sums:2-3:20 for 2 to 3 numbers of at most 20")
+    return ((low, high), largest) if low else ((3, 10), 15)
+
+
+def sums_for(source: str, flag: str, split: str, seed: int, most: int) -> dict[str, str] | None:
+    """The sums that `source` asks for (see `sums_range`), `most` of them at most; None if it asks for none.
+
+    At most half of those that the split has: to find the last few by drawing at random would take for ever.
+    """
+    wanted = sums_range(source, flag)
+    if wanted is None:
+        return None
+    (low, high), largest = wanted
+    existing = sum(largest**n * 2 ** (n - 1) for n in range(low, high + 1))
+    try:
+        return sums(min(most, existing // (20 if split == "test" else 2)), seed, split, *wanted)
+    except ValueError as error:
+        raise ValueError(f"{flag} {source}: {error}") from error
