@@ -23,7 +23,6 @@ from arrol import Pruner
 from calibration import Settings, bin_index, draw_bernoulli, survival_probability, tilt_group
 from engine import Decision, Rollout, Sampling
 from grpo import Sample, group_advantages, pad, token_objective
-from support.distributed import shard
 from support.evaluation import grade
 from support.pictures import plot_rollouts
 from support.report import rollout_rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calibration import Calibrator, posterior_table
 from quality_head import QualityHead
-from support.distributed import of_first, rank
+from support.distributed import broadcast, rank
 
 PREFIX = "checkpoint-"
 
@@ -47,7 +47,7 @@ def save(
     step: int,
     *,
     model: PreTrainedModel,
-    weights: dict[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     head: tuple[QualityHead, Calibrator, int] | None,
     learner: dcp.stateful.Stateful,
@@ -63,10 +63,13 @@ def save(
     """
     final, temporary = run / f"{PREFIX}{step}", run / f".writing-{PREFIX}{step}"
 
+    # Gathered by all ranks, kept by one.
+    kept = {name: tensor for name, tensor in weights if rank() == 0}
+
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        model.save_pretrained(temporary / "model", state_dict=weights)
+        model.save_pretrained(temporary / "model", state_dict=kept)
         tokenizer.save_pretrained(temporary / "model")
         if head is not None:
             save_head(temporary / "quality_head.safetensors", *head)
@@ -101,7 +104,7 @@ def _on_first_rank(work: Callable[[], None]) -> None:
             work()
         except (OSError, SafetensorError, RuntimeError) as raised:
             error = raised
-    if message := of_first(None if error is None else f"{type(error).__name__}: {error}"):
+    if message := broadcast(None if error is None else f"{type(error).__name__}: {error}"):
         raise OSError(message) from error
 
 

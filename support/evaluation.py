@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from support import data
 from support.data import DataError, Problem, Prompt
-from support.distributed import engine_number, gather, leads, rank, share
+from support.distributed import gather_rollouts, shard
 from support.grader import Grader
 from support.metrics import pass_at_k
 from tiny import sums as tiny_sums
@@ -226,19 +226,19 @@ def evaluate(
 
         def right(count: int, how: Sampling, prompts: dict[int, Prompt] = prompts) -> list[int]:
             """How many of `count` samples are right, for each problem."""
-            mine = share(prompts)
+            local = shard(prompts)
             rollouts = engine.generate(
-                {group: prompt.token_ids for group, prompt in mine.items()},
+                {group: prompt.token_ids for group, prompt in local.items()},
                 count,
                 how,
-                seed=seed if rollout_seeds else seed + engine_number(),  # else all would draw the same numbers
+                # Engines would all draw the same numbers.
+                seed=seed if rollout_seeds else seed + engine.number,
                 rollout_seeds=rollout_seeds,
-                progress=rank() == 0,
+                progress=True,
             )
-            grade(rollouts, mine, tokenizer, grader)
-            correct = Counter(rollout.group for rollout in rollouts if rollout.verdict == "right")
-            found = sum(gather(correct if leads() else Counter()), Counter())
-            return [found[group] for group in prompts]
+            grade(rollouts, local, tokenizer, grader)
+            correct = Counter(r.group for r in gather_rollouts(rollouts) if r.verdict == "right")
+            return [correct[group] for group in prompts]
 
         counts = right(samples, sampling)
         metrics[f"{key}/avg@{samples}"] = sum(counts) / (samples * size)

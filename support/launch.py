@@ -24,7 +24,7 @@ from engine import Engine, EngineError, NothingScored
 from grpo import Learner, LossConfig, NonFiniteGradients, Policy, SamplerGapError
 from grpo import shard as shard_policy
 from support import checkpoint, data, distributed
-from support.args import Args, TtsArgs, fail
+from support.args import Args, fail
 from support.distributed import print0, rank
 from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
 from support.grader import Grader, GraderError
@@ -34,6 +34,8 @@ from support.report import load_metrics, summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from support.args import TtsArgs
 
 # What ends a run for a reason that one sentence can tell.
 STOPS = (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError)

@@ -6,6 +6,7 @@ What is undefined, such as the AUC of one class, is NaN.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from calibration import bin_index
+from engine import Rollout
+
+Metrics = dict[str, float]
 
 
 def _ranks(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:

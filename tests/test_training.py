@@ -23,7 +23,7 @@ from grpo import SamplerGapError
 from support import checkpoint, data
 from support.args import TINY, parse
 from support.evaluation import EvalSet
-from support.grader import Grader, GraderError, Verdict
+from support.grader import Grader, Verdict
 from support.launch import Parts, load_prompts
 from support.report import load_metrics
 
