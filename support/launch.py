@@ -22,6 +22,7 @@ from support import data
 from support.args import Args, fail
 from support.distributed import say
 from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
+from tiny.sums import sums_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
     """Prompts to train on and the sets to evaluate on; says in a line each what they are, ends the program where none is left."""
     try:
         problems, line = data.load(args.dataset, args.seed)
-        built_in, held_out = data.sums_range(args.dataset), []
+        built_in, held_out = sums_range(args.dataset), []
         if "held-out" in args.eval_data and not built_in:
             random.Random(0).shuffle(problems)  # not the run's seed: runs are compared on the same held-out problems
             cut = min(args.eval_problems, len(problems) // 10)
@@ -42,7 +43,7 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
         for spec in args.eval_data:
             if spec == "held-out" and not built_in:
                 benchmarks.append(held_out_benchmark(held_out))
-            elif args.eval_problems or not data.sums_range(spec if spec != "held-out" else args.dataset):
+            elif args.eval_problems or not sums_range(spec if spec != "held-out" else args.dataset):
                 found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
                 benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
     except ValueError as error:

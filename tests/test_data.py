@@ -13,7 +13,8 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from support.data import INSTRUCTION, Problem, load, stop_token_ids, sums, sums_range, tokenize
+from support.data import INSTRUCTION, Problem, load, stop_token_ids, sums, tokenize
+from tiny.sums import sums_range
 
 DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -69,8 +70,8 @@ def test_sums_that_make_no_sense_are_refused(source: str) -> None:
     with pytest.raises(ValueError, match=f"^--dataset {source}: "):
         load(source)
     if source != "sums:1-1:1":  # well-formed, but too few
-        with pytest.raises(ValueError, match=f"^--data {source}: "):
-            sums_range(source, "--data")
+        with pytest.raises(ValueError, match=f"^{source}: "):
+            sums_range(source)
 
 
 # ------------------------------------------------------------------ files
