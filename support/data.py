@@ -51,7 +51,10 @@ def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> 
         ValueError: one sentence that names --dataset, the place and the remedy.
     """
     try:
-        if wanted := tiny.sums.asked(source, "train", 20_000):
+        wanted = tiny.sums.asked(source, "train", 20_000)
+        if (config or split != "train") and (wanted or is_file(source)):
+            raise DataError(source, "it has no configs and splits", "leave out --dataset-config and --dataset-split")
+        if wanted:
             problems = sums(seed=seed, **wanted)
             report = f"{source}: {len(problems)} sums"
         else:
@@ -277,8 +280,8 @@ def _gold(cell: object, column: str) -> str:
 # of options, yes and no are answers.
 _PLACEHOLDER = re.compile(
     r"(the )?proof\b.{0,40}|proved|proven|q ?e ?d|answer|solution|omitted|missing|unknown|null|none|nan|n ?/? ?a"
-    r"|not ?(found|available|applicable|provided|given|specified)|no (final )?answer( found| given| provided)?"
-    r"|(see|refer to)\b.{0,60}|tbd|to ?do|to be determined|[+-]?inf|"
+    r"|(answer )?not ?(found|available|applicable|provided|given|specified)|no (final )?answer( found| given)?"
+    r"|(see|refer to)\b.{0,60}|tbd|to ?do|to be determined|inf|"
 )
 
 
@@ -286,7 +289,7 @@ def _fault(text: str, answer: str) -> str:
     """Why this is no problem with an answer, or ""."""
     if not text or not answer:
         return "without an answer" if text else "without a text"
-    plain = re.sub(r"\\(text|mathrm|textbf)\b|[\s{}()\[\]$.,:;?!'\"*_]+", " ", answer.lower())
+    plain = re.sub(r"\\(text|mathrm|textbf)\b|[\s{}()\[\]$.,:;?!'\"*_\u2013\u2014-]+", " ", answer.lower())
     return "with an answer that cannot be verified" if _PLACEHOLDER.fullmatch(" ".join(plain.split())) else ""
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet]]:
     """Prompts to train on and the sets to evaluate on; says in a line each what they are, ends the program where none is left."""
     try:
-        problems, line = data.load(args.dataset, args.seed)
+        problems, line = data.load(args.dataset, args.seed, args.dataset_config, args.dataset_split)
         built_in, held_out = sums_range(args.dataset), []
         if "held-out" in args.eval_data and not built_in:
             random.Random(0).shuffle(problems)  # not the run's seed: runs are compared on the same held-out problems
@@ -53,7 +53,10 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
             fail(
                 f"--eval-data: {count} sets are called {name}, and so are their scores; rename a file, or leave one out"
             )
-    prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    try:
+        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    except ValueError as error:
+        fail(str(error))
     if not prompts:
         fail(
             f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})"
