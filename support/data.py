@@ -43,7 +43,7 @@ def sums(*arguments: object, **options: object) -> list[Problem]:
 
 
 def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> tuple[list[Problem], str]:
-    """The problems of `source`, in its own order, and one line on what was read and what was dropped.
+    """The problems of `source`, in its own order, and a line on what was read and what was dropped.
 
     `source` is "sums" or "sums:2-3:20" (up to 20,000, drawn with `seed`), or what `read` takes.
 
@@ -81,13 +81,13 @@ class DataError(ValueError):
 def read(
     source: str, name: str, *, strict: bool = False, config: str = "", split: str = "train", remedy: str = REMEDY
 ) -> tuple[list[Problem], str]:
-    """The problems of a .jsonl, .json or .parquet file, or of a folder or hub id with `config` and `split`.
+    """Read a .jsonl, .json or .parquet file, or the `config` and `split` of a folder or hub id.
 
-    Strict, for evaluation: all rows, and one that is no problem with an answer is an error. Otherwise it is
-    dropped; each problem comes once, and not at all if its rows disagree about the answer.
+    Strict, for evaluation: all rows, and one that is no problem with an answer is an error.
+    Otherwise it is dropped; each problem comes once, and not at all if its answers differ.
 
     Returns:
-        The problems, in order, with ids from `name`; what was read and dropped, in a line.
+        The problems, in order, with ids from `name`; in a line, what was read and dropped.
 
     Raises:
         DataError: names the file or hub id, the row, the column and the remedy.
@@ -126,7 +126,7 @@ def read(
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` names a file, and no hub id. Raises DataError for a file that cannot be read."""
+    """Whether `source` names a file, and no hub id. Raises DataError where it cannot be read."""
     known = Path(source).suffix.lower() in (".jsonl", ".json", ".parquet")
     if not known and Path(source).is_file():
         raise DataError(source, "not a .jsonl, .json or .parquet file", "convert it to one of them")
@@ -138,18 +138,21 @@ def is_file(source: str) -> bool:
     return known
 
 
-# Number of a row (from 1; of JSON lines, the line's), place for messages, cells by column, how many were like it.
+# A row's number (from 1; of JSON lines, the line's), its place for messages, its cells by column, and
+# how many rows were like it.
 Cells = tuple[int, str, dict[str, object], int]
 
 
 def _json(source: str) -> Iterator[Cells]:
     """JSON lines, or a list in a .json file.
 
-    By hand: datasets rounds long integers, makes dates of texts that look like one, takes two objects in a
-    line, and names no line where it fails. Lines end at newline bytes alone: U+2028 in a string ends none.
+    By hand: datasets rounds long integers, makes dates of texts that look like one, takes two
+    objects in a line, and names no line where it fails. Lines end at newline bytes alone: U+2028
+    in a string ends none.
     """
     with open(source, "rb") as file:
-        listed = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") and source.endswith(".json")
+        head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()
+        listed = head.startswith(b"[") and source.lower().endswith(".json")
         for number, line in enumerate([file.read()] if listed else file, 1):
             if not (line := line.removeprefix(codecs.BOM_UTF8).strip()):
                 continue
@@ -160,8 +163,9 @@ def _json(source: str) -> Iterator[Cells]:
                 raise DataError(place, f"bad JSON ({error})", "mend it (one object a line, or a list)") from error
             for index, row in enumerate(found, 1) if listed else [(number, found)]:
                 place = f"{source} (row {index})" if listed else f"{source}:{number}"
+                # ORZ: question and answer as two messages
                 if isinstance(row, list) and [type(message) for message in row] == [dict, dict]:
-                    row = dict(zip("01", row))  # ORZ: question and answer as two messages
+                    row = dict(zip("01", row))
                 if not isinstance(row, dict):
                     raise DataError(place, f"a JSON {type(row).__name__}, no row", "write one object for each problem")
                 yield index, place, row, 1
@@ -171,32 +175,34 @@ def _arrow(source: str, config: str, split: str, merge: bool, remedy: str) -> It
     """A parquet file, a folder or a set on the hub, all by datasets."""
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs it also raises
+    # It also raises what it logs.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     what: dict[str, object] = {"path": source, "name": config or None, "split": split}
     if is_file(source):
         what, remedy = {"path": "parquet", "data_files": source, "split": "train"}, "write the parquet file anew"
     with tempfile.TemporaryDirectory() as folder:
-        # What is local is streamed: no cache that is older than the file, or in a home that is read-only.
+        # What is local is streamed: no cache older than the file, or in a home that is read-only.
         local = {"streaming": True, "cache_dir": folder} if Path(source).exists() else {}
         start = 1
         try:
             table = datasets.load_dataset(**what, **local)
             columns = list(columns_of(table.column_names or next(iter(table)), source))
-            for batch in table.select_columns(columns).with_format("arrow").iter(262_144):
+            for batch in table.select_columns(columns).with_format("arrow").iter(131_072):
                 firsts, counts = _distinct(batch) if merge else (range(len(batch)), [1] * len(batch))
                 for index, row, count in zip(firsts, batch.take(list(firsts)).to_pylist(), counts, strict=True):
                     yield start + index, f"{source} (row {start + index})", row, count
                 start += len(batch)
         except DataError:
             raise
-        except Exception as error:  # each of the builders of datasets raises its own kinds
+        # Each of the builders of datasets raises its own kinds.
+        except Exception as error:
             raise DataError(source, f"datasets cannot read it ({error})", remedy) from error
 
 
 def _distinct(batch: pyarrow.Table) -> tuple[list[int], list[int]]:
     """Indices of the rows that no earlier one equals, in order, and how often each comes.
 
-    DAPO-Math-17k has each problem 100 times in 1.8 million nested rows: Python is to see few of them.
+    DAPO-Math-17k has each problem 100 times in 1.8 million nested rows: too many for Python.
     """
     import pyarrow
 
@@ -239,7 +245,7 @@ def columns_of(names: Iterable[str], place: str) -> tuple[str, str]:
 
 
 def _unpacked(cell: object) -> object:
-    """JSON text (or Python's, which CSV files hold) as what it stands for, None if it is broken; else the cell."""
+    """JSON text, or Python's as in CSV files, as what it stands for (None: broken); else the cell."""
     packed = re.match(r"""\s*(?:array\()?[\[{]\s*(\{?)\s*["']""", cell) if isinstance(cell, str) else None
     for parse in (json.loads, ast.literal_eval) if packed else ():
         try:
@@ -263,7 +269,7 @@ def _text(cell: object) -> str:
 
 
 def _gold(cell: object, column: str) -> str:
-    """The gold answer in a cell, be it packed in JSON, a list of one, a reward model or a solution; "" for none."""
+    """The gold answer in a cell: of a reward model, a list of one, a solution; "" for none."""
     cell = _unpacked(cell)
     if isinstance(cell, dict):
         return _gold(next((cell[name] for name in ("ground_truth", "answer", "value") if name in cell), None), "answer")
@@ -276,7 +282,7 @@ def _gold(cell: object, column: str) -> str:
     return gold_text(cell, "solution" if "box" in cell or (prose and "####" not in cell) else "answer")
 
 
-# Golds that no response could be checked against, as NuminaMath-1.5 has them in 143,300 rows. Names, letters
+# Golds that nothing can be checked against: 143,300 rows of NuminaMath-1.5 have one. Names, letters
 # of options, yes and no are answers.
 _PLACEHOLDER = re.compile(
     r"(the )?proof\b.{0,40}|proved|proven|q ?e ?d|answer|solution|omitted|missing|unknown|null|none|nan|n ?/? ?a"
@@ -299,7 +305,7 @@ _WISH = re.compile(r"(\s+Let's think step by step|((?<=[.?!$])\s+|\s*\n)(?=\S))[
 
 @functools.lru_cache(100_000)
 def unwrap(text: str) -> str:
-    """The problem without its own wish for a form of the answer, such as DAPO's: `INSTRUCTION` asks for one."""
+    """The problem without its set's wish for a form of the answer: `INSTRUCTION` asks for another."""
     text = re.sub(r"\ASolve the following math problem step by step\.( [^\n]*\bAnswer:[^\n]*)?\n", "", text.strip())
     body, found, _ = text.rpartition("\nRemember to put your answer on its own line")
     text = body if found else text
@@ -326,11 +332,11 @@ def tokenize(
 ) -> tuple[list[Prompt], int]:
     """Prompts of at most `max_prompt_tokens` tokens, and how many were longer and are left out.
 
-    By the chat template where there is one, else as plain text: the problem and the instruction if any,
-    each with a newline. No prompt starts with two BOS, also where template and tokenizer both add one.
+    By the chat template where there is one, else as plain text: the problem and the instruction if
+    any, each with a newline. No prompt starts with two BOS, also if template and tokenizer add one.
 
     Raises:
-        ValueError: a problem without a token, or thinking asked of a template that has no switch for it.
+        ValueError: a problem without a token, or thinking that the template has no switch for.
     """
     texts = [f"{problem.text}\n{instruction}" if instruction else problem.text for problem in problems]
     ids, bos, prompts = [], tokenizer.bos_token_id, []
@@ -367,8 +373,8 @@ def _chat_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, thinking: bo
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, generation_config: GenerationConfig | None
 ) -> list[int]:
-    """Every id that ends a response, sorted: the EOS ids of tokenizer, config and generation config, which
-    often differ (Qwen3 base: 151643 and 151645), and the special token that ends a turn in the template."""
+    """Every id that ends a response, sorted: the EOS ids of tokenizer, config and generation config,
+    which often differ (Qwen3 base: 151643, 151645), and the token that ends a turn in the template."""
     found: set[int] = set()
     for holder in (tokenizer, config, generation_config):
         ids = getattr(holder, "eos_token_id", None)

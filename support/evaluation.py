@@ -42,9 +42,9 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A set to evaluate on. Its `metric` is the headline: "avg", or "pass@16" for small sets (Sec. 5.1).
+    """A set to evaluate on. `metric` is its headline: "avg", or "pass@16" if small (Sec. 5.1).
 
-    `digest` stands for the problems, their order and their answers: scores compare where it is equal.
+    `digest` stands for the problems, their order and answers: scores compare where it is equal.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Benchmark:
 def load_benchmark(spec: str, flag: str, seed_problems: int = 200) -> Benchmark:
     """The evaluation set that `spec` asks for, with every row of it, in its own order.
 
-    `spec` is the name of a known set (`math500`, read from the hub), `NAME=FILE` (a local copy of that
-    set, which must have as many rows), a .jsonl, .json or .parquet file, or `sums` or `sums:2-3:20` (up
-    to `seed_problems` of the held-out sums, the same whatever the run's seed).
+    `spec` is the name of a known set (`math500`, read from the hub), `NAME=FILE` (a local copy of
+    it, with as many rows), a .jsonl, .json or .parquet file, or `sums` or `sums:2-3:20` (up to
+    `seed_problems` of the held-out sums, the same whatever the run's seed).
 
     Raises:
         ValueError: one sentence that names `flag`, the row and its column, and the remedy.
@@ -87,10 +87,11 @@ def load_benchmark(spec: str, flag: str, seed_problems: int = 200) -> Benchmark:
             raise DataError(file or hub, fault, "take the whole set as published, or name the file without NAME=")
     except ValueError as error:
         raise ValueError(f"{flag} {error}") from error
-    return _benchmark(name, problems, metric, source)
+    return make_benchmark(name, problems, metric, source)
 
 
-def _benchmark(name: str, problems: list[Problem], metric: str, source: str) -> Benchmark:
+def make_benchmark(name: str, problems: list[Problem], metric: str, source: str) -> Benchmark:
+    """A set with its digest and the line that reports it."""
     contents = json.dumps([[p.id, p.text, p.answer] for p in problems])
     digest = hashlib.sha256(contents.encode()).hexdigest()[:12]
     repeated = len(problems) - len({problem.text for problem in problems})
@@ -99,23 +100,18 @@ def _benchmark(name: str, problems: list[Problem], metric: str, source: str) -> 
     return Benchmark(name, problems, metric, digest, report)
 
 
-def held_out_benchmark(problems: list[Problem]) -> Benchmark:
-    """Problems that were taken out of a training set."""
-    return _benchmark("held-out", problems, "avg", "the training set")
-
-
 def contaminated(problems: list[Problem], training: Iterable[Problem]) -> list[Problem]:
     """Those of `problems` whose text is in the training set, wrapper, layout and punctuation aside.
 
-    DAPO-Math-17k holds 8 of the 40 problems of AMC 2023, 6 of MATH-500 and 10 of OlympiadBench; by white
-    space alone one would see 5, 4 and 1: copies differ in `z^5` and `z^{5}`, dollar signs, full stops.
+    DAPO-Math-17k holds 8 of the 40 problems of AMC 2023, 6 of MATH-500, 10 of OlympiadBench; by
+    white space alone one sees 5, 4 and 1: copies differ in braces, dollar signs and full stops.
     """
     seen = {_key(problem.text) for problem in training}
     return [problem for problem in problems if _key(problem.text) in seen]
 
 
 def _key(text: str) -> str:
-    """Its letters, digits and operators, without the dashes and stars that begin the items of a list."""
+    """Its letters, digits and operators, without the dashes and stars that begin a list's items."""
     return re.sub(r"^[ \t]*[-*][ \t]|[^\w+\-*/^=<>]", "", data.unwrap(text).lower(), flags=re.MULTILINE)
 
 
@@ -129,8 +125,11 @@ ENDINGS = "</think> </thinking> </thought> </seed:think> [/THINK] ◁/think▷ <
 def grade(
     rollouts: list[Rollout], prompts: Mapping[int, Prompt], tokenizer: PreTrainedTokenizerBase, grader: Grader
 ) -> None:
-    """Set tail, verdict, answer and reward of each rollout; of a pruned one the tail alone. `prompts` is by group."""
-    # Special tokens are no text, but for those that mark thinking: what is thought is no answer.
+    """Set tail, verdict, answer and reward of each rollout; of a pruned one the tail alone.
+
+    prompts: by group. What is thought is no answer, whatever marks it and whoever began it.
+    """
+    # Special tokens are no text, but for those that mark thinking.
     tokens = tokenizer.added_tokens_decoder.items()
     hidden = {i for i, token in tokens if token.special and token.content not in OPENINGS + ENDINGS}
 
@@ -178,11 +177,12 @@ def evaluate(
     seed: int,
     rollout_seeds: bool = False,
 ) -> dict[str, float]:
-    """Scores of every set: avg@n, pass@16 where there are so many samples, accuracy of one greedy sample.
+    """avg@n, pass@16 where there are so many samples, and accuracy of one greedy sample, by set.
 
-    Sets whose metric is pass@16 get 16 samples per problem at least. Keys are `eval/<set>/<score>`, and
-    `eval/<set>/too_long` where problems were, which count as wrong. Each rank samples its share of the
-    problems, and all get the scores of all; with `rollout_seeds` they are the same on any number of ranks.
+    Sets whose metric is pass@16 get 16 samples per problem at least. Keys are `eval/<set>/<score>`
+    and, where problems were too long and count as wrong, `eval/<set>/too_long`. Each rank samples
+    its share of the problems and gets all scores; with `rollout_seeds` any number of ranks gets
+    the same.
     """
 
     def right(prompts: dict[int, Prompt], count: int, how: Sampling) -> list[int]:

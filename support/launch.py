@@ -21,7 +21,7 @@ from engine import Engine
 from support import data
 from support.args import Args, fail
 from support.distributed import say
-from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
+from support.evaluation import EvalSet, contaminated, load_benchmark, make_benchmark
 from tiny.sums import sums_range
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
         benchmarks = []
         for spec in args.eval_data:
             if spec == "held-out" and not built_in:
-                benchmarks.append(held_out_benchmark(held_out))
+                benchmarks.append(make_benchmark("held-out", held_out, "avg", "the training set"))
             elif args.eval_problems or not sums_range(spec if spec != "held-out" else args.dataset):
                 found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
                 benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)

@@ -42,9 +42,9 @@ def sums_range(source: str) -> tuple[tuple[int, int], int] | None:
 
 
 def asked(source: str, split: str, most: int) -> dict[str, object] | None:
-    """The arguments of `sums`, but for the seed, that `source` asks for (see `sums_range`), or None.
+    """The arguments of `sums`, but the seed, that `source` asks for (see `sums_range`), or None.
 
-    Half of the sums that the split has at most: to find the last few by drawing would take for ever.
+    Half of the split's sums at most: to find the last few by drawing would take for ever.
     """
     if (wanted := sums_range(source)) is None:
         return None
