@@ -138,8 +138,7 @@ def is_file(source: str) -> bool:
     return known
 
 
-# A row's number (from 1; of JSON lines, the line's), its place for messages, its cells by column, and
-# how many rows were like it.
+# Number of a row (from 1; of JSON lines, the line's), place for messages, cells, how many were equal.
 Cells = tuple[int, str, dict[str, object], int]
 
 
@@ -247,12 +246,14 @@ def columns_of(names: Iterable[str], place: str) -> tuple[str, str]:
 def _unpacked(cell: object) -> object:
     """JSON text, or Python's as in CSV files, as what it stands for (None: broken); else the cell."""
     packed = re.match(r"""\s*(?:array\()?[\[{]\s*(\{?)\s*["']""", cell) if isinstance(cell, str) else None
-    for parse in (json.loads, ast.literal_eval) if packed else ():
+    # datasets makes JSON of a column that holds texts and numbers.
+    quoted = isinstance(cell, str) and cell[:1] == cell[-1:] == '"'
+    for parse in (json.loads, ast.literal_eval) if packed else (json.loads,) if quoted else ():
         try:
             found = parse(cell)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return found if isinstance(found, (dict, list)) else cell
+        return found if isinstance(found, (dict, list, str)) else cell
     return None if packed and "{" in packed[0] else cell
 
 
@@ -338,20 +339,19 @@ def tokenize(
     Raises:
         ValueError: a problem without a token, or thinking that the template has no switch for.
     """
+    if not problems:
+        return [], 0
     texts = [f"{problem.text}\n{instruction}" if instruction else problem.text for problem in problems]
-    ids, bos, prompts = [], tokenizer.bos_token_id, []
-    if tokenizer.chat_template and texts:
+    bos, prompts = tokenizer.bos_token_id, []
+    if tokenizer.chat_template:
         ids = _chat_ids(texts, tokenizer, enable_thinking)
-    elif texts:
+        switched = ids[:1] != _chat_ids(texts[:1], tokenizer, not enable_thinking)
+    else:
         # Some tokenizers also append EOS to what they encode, so only their BOS is taken over.
         start = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
         encoded = tokenizer([text + "\n" for text in texts], add_special_tokens=False)["input_ids"]
-        ids = [start + row for row in encoded]
-    if (
-        enable_thinking
-        and texts
-        and not (tokenizer.chat_template and ids[:1] != _chat_ids(texts[:1], tokenizer, False))
-    ):
+        ids, switched = [start + row for row in encoded], False
+    if enable_thinking and not switched:
         raise ValueError("--thinking: the model's chat template has no switch for it; leave the flag out")
     for problem, row in zip(problems, ids, strict=True):
         while bos is not None and row[:2] == [bos, bos]:

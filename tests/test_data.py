@@ -326,6 +326,16 @@ def test_a_folder_that_datasets_refuses_is_a_sentence(tmp_path: Path, content: d
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("form", ["rows.jsonl", "set"])
+def test_a_column_of_texts_and_numbers_keeps_its_texts(tmp_path: Path, form: str) -> None:
+    r"""datasets makes JSON of such a column: `1/2` became `"1\/2"`, with quotes."""
+    answers = [2, "1/2", "\\frac{1}{2}", 2.5, ["5"], {"ground_truth": "6"}, "x+1"]
+    (tmp_path / "set").mkdir()
+    path = write(tmp_path / "set" / "rows.jsonl", [{"problem": f"p{i}", "answer": a} for i, a in enumerate(answers)])
+    read = pairs(path if form == "rows.jsonl" else str(tmp_path / form))
+    assert [answer for _, answer in read] == ["2", "1/2", "\\frac{1}{2}", "2.5", "5", "6", "x+1"]
+
+
 @pytest.mark.parametrize("form", ["rows.jsonl", "rows.parquet", "set"])
 def test_nothing_stale_is_read_and_nothing_is_written_at_home(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
