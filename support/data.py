@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import tiny.sums
 from support.grader import canonical, gold_text
-from tiny import sums as tiny_sums
-from tiny.sums import sums_range as sums_range
 
 if TYPE_CHECKING:
     import pyarrow
@@ -39,53 +38,32 @@ class Problem:
 
 
 def sums(*arguments: object, **options: object) -> list[Problem]:
-    """The problems of `tiny.sums.sums`."""
-    return [Problem(text, text, answer) for text, answer in tiny_sums.sums(*arguments, **options).items()]
+    """`tiny.sums.sums`, as problems."""
+    return [Problem(text, text, answer) for text, answer in tiny.sums.sums(*arguments, **options).items()]
 
 
 def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> tuple[list[Problem], str]:
-    """The problems of `source`, in its own order, and one line on what was read and what was dropped.
+    """The problems of `source`, in its own order, and a line on what was read and what was dropped.
 
-    `source` is "sums" or "sums:2-3:20" (up to 20,000 drawn with `seed`), or what `read` takes. A problem
-    that comes with different answers is dropped.
+    `source` is "sums" or "sums:2-3:20" (up to 20,000, drawn with `seed`), or what `read` takes.
 
     Raises:
         ValueError: one sentence that names --dataset, the place and the remedy.
     """
-    found = tiny_sums.sums_for(source, "--dataset", "train", seed, 20_000)
-    if found is not None:
-        problems = [Problem(text, text, answer) for text, answer in found.items()]
-        (low, high), largest = sums_range(source)
-        report = f"{source}: {len(problems)} sums of {low} to {high} numbers up to {largest}"
-    else:
-        try:
-            rows = read(source, strict=False, config=config, split=split)
-            problems, report = _different(Path(source).name, rows)
-        except DataError as error:
-            raise ValueError(f"--dataset {error}") from error
+    try:
+        wanted = tiny.sums.asked(source, "train", 20_000)
+        if (config or split != "train") and (wanted or is_file(source)):
+            raise DataError(source, "it has no configs and splits", "leave out --dataset-config and --dataset-split")
+        if wanted:
+            problems = sums(seed=seed, **wanted)
+            report = f"{source}: {len(problems)} sums"
+        else:
+            problems, report = read(source, Path(source).name, config=config, split=split)
+    except ValueError as error:
+        raise ValueError(f"--dataset {error}") from error
     if not problems:
         raise ValueError(f"--dataset {source}: no usable problem in it ({report}); name another data set")
     return problems, report
-
-
-def _different(name: str, rows: Iterable[Row]) -> tuple[list[Problem], str]:
-    kept: dict[str, Problem] = {}
-    occurrences, dropped, conflicting = Counter(), Counter(), set()
-    for row in rows:
-        if row.fault:
-            dropped[row.fault] += row.count
-            continue
-        key = " ".join(row.text.split())
-        occurrences[key] += row.count
-        first = kept.setdefault(key, Problem(f"{name}:{row.number}", row.text, row.answer))
-        if canonical(first.answer) != canonical(row.answer):
-            conflicting.add(key)
-    problems = [problem for key, problem in kept.items() if key not in conflicting]
-    total = occurrences.total() + dropped.total()
-    dropped["with conflicting answers"] = sum(occurrences[key] for key in conflicting)
-    dropped["duplicates"] = occurrences.total() - dropped["with conflicting answers"] - len(problems)
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()) if count) or "none"
-    return problems, f"{name}: {total:,} rows read, {len(problems):,} problems kept; rows dropped: {reasons}"
 
 
 # ------------------------------------------------------------------ one reader of data sets
@@ -94,130 +72,136 @@ REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it
 
 
 class DataError(ValueError):
-    """What is wrong with a data set, in one sentence: place, fault, remedy. The caller adds the flag."""
+    """What is wrong with a data set, in one sentence. The caller adds the flag."""
 
-    def __init__(self, place: str | Path, fault: object, remedy: str) -> None:
+    def __init__(self, place: str, fault: object, remedy: str) -> None:
         super().__init__(f"{place}: {' '.join(str(fault).split())[:500]}; {remedy}")
 
 
-class Row(NamedTuple):
-    """A row as it was read: `number` from 1 (in JSON lines, of its line), the columns of text and answer."""
+def read(
+    source: str, name: str, *, strict: bool = False, config: str = "", split: str = "train", remedy: str = REMEDY
+) -> tuple[list[Problem], str]:
+    """Read a .jsonl, .json or .parquet file, or the `config` and `split` of a folder or hub id.
 
-    number: int
-    columns: tuple[str, str]
-    text: str
-    answer: str
-    # why it is no problem, or ""
-    fault: str
-    # how many rows were like it
-    count: int
+    Strict, for evaluation: all rows, and one that is no problem with an answer is an error.
+    Otherwise it is dropped; each problem comes once, and not at all if its answers differ.
 
-
-# What a reader of files yields: number, place for messages, cells by column, how many rows were like it.
-Cells = tuple[int, str, dict[str, object], int]
-
-
-def read(source: str, *, strict: bool, config: str = "", split: str = "train", remedy: str = REMEDY) -> Iterator[Row]:
-    """The rows of a .jsonl, .json or .parquet file, or of a folder or hub id with its `config` and `split`.
-
-    Strict: all rows in their order, and one with a fault raises. Otherwise equal rows may be merged.
+    Returns:
+        The problems, in order, with ids from `name`; in a line, what was read and dropped.
 
     Raises:
-        DataError: one sentence with the file or hub id, the row, the column and the remedy.
+        DataError: names the file or hub id, the row, the column and the remedy.
     """
-    by_hand = is_file(source) and Path(source).suffix.lower() != ".parquet"
-    first = None
+    by_hand = is_file(source) and not source.lower().endswith(".parquet")
+    kept: dict[str, Problem] = {}
+    rows, dropped, conflicting, columns = Counter(), Counter(), set(), None
     for number, place, row, count in _json(source) if by_hand else _arrow(source, config, split, not strict, remedy):
-        columns = columns_of(row, place)
-        first = first or columns
-        if strict and columns != first:
-            fault = f"columns {' and '.join(columns)}, where the rows before have {' and '.join(first)}"
-            raise DataError(place, fault, "use the same columns in every row")
+        before, columns = columns, columns_of(row, place)
         text, answer = unwrap(_text(row[columns[0]])), _gold(row[columns[1]], columns[1])
         fault = _fault(text, answer)
+        if strict and before not in (None, columns):
+            fault = f"columns {' and '.join(columns)}, where the rows before have {' and '.join(before)}"
+            raise DataError(place, fault, "use the same columns in every row")
         if strict and fault:
             column = columns[1 if text else 0]
-            shown = json.dumps(row[column], default=str, ensure_ascii=False)
-            fault = f"a row {fault}: column {column}, which holds {shown[:60]}"
-            raise DataError(place, fault, "mend it, or delete it: no row is dropped in silence here")
-        yield Row(number, columns, text, answer, fault, count)
+            shown = json.dumps(row[column], default=str, ensure_ascii=False)[:60]
+            fault = f"a problem {fault}: column {column}, which holds {shown}"
+            raise DataError(place, fault, "mend or delete it: no row is dropped in silence here")
+        if fault:
+            dropped[fault] += count
+            continue
+        key = place if strict else " ".join(text.split())
+        rows[key] += count
+        first = kept.setdefault(key, Problem(f"{name}:{len(kept) + 1 if strict else number}", text, answer))
+        if canonical(first.answer) != canonical(answer):
+            conflicting.add(key)
+    problems = [problem for key, problem in kept.items() if key not in conflicting]
+    if strict:
+        return problems, f"{source} ({' and '.join(columns or ())})"
+    total = rows.total() + dropped.total()
+    dropped["with conflicting answers"] = sum(rows[key] for key in conflicting)
+    dropped["duplicates"] = rows.total() - dropped["with conflicting answers"] - len(problems)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()) if count) or "none"
+    return problems, f"{name}: {total:,} rows read, {len(problems):,} problems kept; rows dropped: {reasons}"
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` names a file, and no hub id. Raises DataError where it is missing or of another kind."""
+    """Whether `source` names a file, and no hub id. Raises DataError where it cannot be read."""
     known = Path(source).suffix.lower() in (".jsonl", ".json", ".parquet")
-    if known or Path(source).is_file():
-        try:
+    if not known and Path(source).is_file():
+        raise DataError(source, "not a .jsonl, .json or .parquet file", "convert it to one of them")
+    try:
+        if known:
             open(source, "rb").close()
-        except OSError as error:
-            raise DataError(source, error.strerror, "name a readable file or a hub id") from error
-        if not known:
-            raise DataError(source, "not a .jsonl, .json or .parquet file", "convert it to one of them")
+    except OSError as error:
+        raise DataError(source, error.strerror, "name a readable file or a hub id") from error
     return known
 
 
+# Number of a row (from 1; of JSON lines, the line's), place for messages, cells, how many were equal.
+Cells = tuple[int, str, dict[str, object], int]
+
+
 def _json(source: str) -> Iterator[Cells]:
-    """JSON lines, or a list in a .json file. By hand: datasets rounds long integers, makes dates of texts that
-    look like one, takes two objects in a line, and names no line where it fails. Lines end at newline bytes
-    alone: U+2028 inside a string ends none."""
+    """JSON lines, or a list in a .json file.
+
+    By hand: datasets rounds long integers, makes dates of texts that look like one, takes two
+    objects in a line, and names no line where it fails. Lines end at newline bytes alone: U+2028
+    in a string ends none.
+    """
     with open(source, "rb") as file:
         head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()
-        listed = source.lower().endswith(".json") and head.startswith(b"[")
+        listed = head.startswith(b"[") and source.lower().endswith(".json")
         for number, line in enumerate([file.read()] if listed else file, 1):
             if not (line := line.removeprefix(codecs.BOM_UTF8).strip()):
                 continue
             try:
-                rows = enumerate(json.loads(line), 1) if listed else [(number, json.loads(line))]
+                found = json.loads(line)
             except (ValueError, RecursionError) as error:
-                place = f"{source}:{getattr(error, 'lineno', number) if listed else number}"
+                place = f"{source}:{getattr(error, 'lineno', 1) if listed else number}"
                 raise DataError(place, f"bad JSON ({error})", "mend it (one object a line, or a list)") from error
-            for index, row in rows:
+            for index, row in enumerate(found, 1) if listed else [(number, found)]:
                 place = f"{source} (row {index})" if listed else f"{source}:{number}"
-                # a problem of ORZ is a list of two messages
+                # ORZ: question and answer as two messages
                 if isinstance(row, list) and [type(message) for message in row] == [dict, dict]:
                     row = dict(zip("01", row))
                 if not isinstance(row, dict):
-                    raise DataError(place, f"a JSON {type(row).__name__}, no object", "write an object a problem")
+                    raise DataError(place, f"a JSON {type(row).__name__}, no row", "write one object for each problem")
                 yield index, place, row, 1
 
 
 def _arrow(source: str, config: str, split: str, merge: bool, remedy: str) -> Iterator[Cells]:
-    """A parquet file, a folder or a set on the hub."""
+    """A parquet file, a folder or a set on the hub, all by datasets."""
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs it also raises
+    # It also raises what it logs.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     what: dict[str, object] = {"path": source, "name": config or None, "split": split}
+    if is_file(source):
+        what, remedy = {"path": "parquet", "data_files": source, "split": "train"}, "write the parquet file anew"
     with tempfile.TemporaryDirectory() as folder:
-        # What is local is streamed: no cache that is older than the file, or in a home that is read-only.
-        if Path(source).exists():
-            what |= {"streaming": True, "cache_dir": folder}
-        if is_file(source):
-            what |= {"path": "parquet", "name": None, "data_files": source, "split": "train"}
+        # What is local is streamed: no cache older than the file, or in a home that is read-only.
+        local = {"streaming": True, "cache_dir": folder} if Path(source).exists() else {}
+        start = 1
         try:
-            table = datasets.load_dataset(**what)
+            table = datasets.load_dataset(**what, **local)
             columns = list(columns_of(table.column_names or next(iter(table)), source))
-            if is_file(source):  # the other columns may be far larger
-                table = datasets.load_dataset(**what, columns=columns)
-            start = 1
             for batch in table.select_columns(columns).with_format("arrow").iter(131_072):
-                numbers, counts = _distinct(batch) if merge else (range(len(batch)), [1] * len(batch))
-                rows = batch.take(numbers).to_pylist() if merge else batch.to_pylist()
-                for number, row, count in zip(numbers, rows, counts, strict=True):
-                    yield start + number, f"{source} (row {start + number})", row, count
+                firsts, counts = _distinct(batch) if merge else (range(len(batch)), [1] * len(batch))
+                for index, row, count in zip(firsts, batch.take(list(firsts)).to_pylist(), counts, strict=True):
+                    yield start + index, f"{source} (row {start + index})", row, count
                 start += len(batch)
         except DataError:
             raise
-        except Exception as error:  # each builder of datasets raises its own kinds
-            fault, remedy = (
-                ("no parquet file", "write it anew") if is_file(source) else ("datasets cannot read it", remedy)
-            )
-            raise DataError(source, f"{fault} ({error})", remedy) from error
+        # Each of the builders of datasets raises its own kinds.
+        except Exception as error:
+            raise DataError(source, f"datasets cannot read it ({error})", remedy) from error
 
 
 def _distinct(batch: pyarrow.Table) -> tuple[list[int], list[int]]:
-    """The index of the first of equal rows, and how many they are, in order.
+    """Indices of the rows that no earlier one equals, in order, and how often each comes.
 
-    DAPO-Math-17k has each problem 100 times in 1.8 million nested rows: arrow merges them before Python.
+    DAPO-Math-17k has each problem 100 times in 1.8 million nested rows: too many for Python.
     """
     import pyarrow
 
@@ -228,7 +212,7 @@ def _distinct(batch: pyarrow.Table) -> tuple[list[int], list[int]]:
 
 
 def _key(column: pyarrow.Array) -> pyarrow.Array:
-    """A text for each cell, different for different ones: arrow groups by no list or struct."""
+    """Each cell as a text of its own: arrow groups by no list or struct."""
     import pyarrow
     from pyarrow import compute
 
@@ -245,12 +229,11 @@ def _key(column: pyarrow.Array) -> pyarrow.Array:
 
 # The first that a set has is read, in whatever capitals. "0" and "1" are the messages of ORZ.
 TEXTS = "problem question prompt query instruction input messages conversations 0".split()
-ANSWERS = (
-    "answer final_answer expected_answer gt_answer ground_truth gt target reward_model verification_info solution 1"
-).split()
+ANSWERS = "answer final_answer expected_answer gt_answer ground_truth gt target reward_model verification_info".split()
+ANSWERS += ["solution", "1"]
 
 
-def columns_of(names: Iterable[str], place: str | Path) -> tuple[str, str]:
+def columns_of(names: Iterable[str], place: str) -> tuple[str, str]:
     """Which of a data set's columns hold the problem's text and its answer. Raises DataError."""
     spelled = {name.lower(): name for name in names}
     text, answer = (next((spelled[name] for name in known if name in spelled), None) for known in (TEXTS, ANSWERS))
@@ -261,15 +244,17 @@ def columns_of(names: Iterable[str], place: str | Path) -> tuple[str, str]:
 
 
 def _unpacked(cell: object) -> object:
-    """JSON text (or Python's, which CSV files hold) as what it stands for, None if it is broken; else the cell."""
-    if not isinstance(cell, str) or not (packed := re.match(r"""\s*(?:array\()?[\[{]\s*(\{?)\s*["']""", cell)):
-        return cell
-    for parse in (json.loads, ast.literal_eval):
+    """JSON text, or Python's as in CSV files, as what it stands for (None: broken); else the cell."""
+    packed = re.match(r"""\s*(?:array\()?[\[{]\s*(\{?)\s*["']""", cell) if isinstance(cell, str) else None
+    # datasets makes JSON of a column that holds texts and numbers.
+    quoted = isinstance(cell, str) and cell[:1] == cell[-1:] == '"'
+    for parse in (json.loads, ast.literal_eval) if packed else (json.loads,) if quoted else ():
         try:
-            return parse(cell)
+            found = parse(cell)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-    return None if "{" in packed[0] else cell
+        return found if isinstance(found, (dict, list, str)) else cell
+    return None if packed and "{" in packed[0] else cell
 
 
 def _text(cell: object) -> str:
@@ -285,24 +270,25 @@ def _text(cell: object) -> str:
 
 
 def _gold(cell: object, column: str) -> str:
-    """The gold answer in a cell, be it packed in JSON, a list of one, a reward model or a solution; "" for none."""
+    """The gold answer in a cell: of a reward model, a list of one, a solution; "" for none."""
     cell = _unpacked(cell)
     if isinstance(cell, dict):
-        name = next((name for name in (*ANSWERS, "value") if name in cell), "")
-        return _gold(cell.get(name), name)
+        return _gold(next((cell[name] for name in ("ground_truth", "answer", "value") if name in cell), None), "answer")
     if isinstance(cell, list):
         return _gold(cell[0], column) if len(cell) == 1 else ""
     if column.lower() != "solution" or not isinstance(cell, str):
         return "" if isinstance(cell, bool) else gold_text(cell)
     # A solution without a box may be the answer alone, or end as GSM8K's do; prose is no answer.
     prose = len(cell) > 100 or re.search(r"\S\s*\n|[a-z]\.\s*$| [a-z]+ [a-z]+ ", cell)
-    return gold_text(cell, "solution" if prose and "####" not in cell or "box" in cell else "answer")
+    return gold_text(cell, "solution" if "box" in cell or (prose and "####" not in cell) else "answer")
 
 
+# Golds that nothing can be checked against: 143,300 rows of NuminaMath-1.5 have one. Names, letters
+# of options, yes and no are answers.
 _PLACEHOLDER = re.compile(
     r"(the )?proof\b.{0,40}|proved|proven|q ?e ?d|answer|solution|omitted|missing|unknown|null|none|nan|n ?/? ?a"
-    r"|not ?(found|available|applicable|provided|given|specified)|no (final )?answer( found| given| provided)?"
-    r"|(see|refer to)\b.{0,60}|tbd|to ?do|to be determined|[+-]?inf|"
+    r"|(answer )?not ?(found|available|applicable|provided|given|specified)|no (final )?answer( found| given)?"
+    r"|(see|refer to)\b.{0,60}|tbd|to ?do|to be determined|inf|"
 )
 
 
@@ -310,17 +296,17 @@ def _fault(text: str, answer: str) -> str:
     """Why this is no problem with an answer, or ""."""
     if not text or not answer:
         return "without an answer" if text else "without a text"
-    plain = re.sub(r"\\(text|mathrm|textbf)\b|[\s{}()\[\]$.,:;?!'\"*_]+", " ", answer.lower())
+    plain = re.sub(r"\\(text|mathrm|textbf)\b|[\s{}()\[\]$.,:;?!'\"*_\u2013\u2014-]+", " ", answer.lower())
     return "with an answer that cannot be verified" if _PLACEHOLDER.fullmatch(" ".join(plain.split())) else ""
 
 
-# From a sentence that asks for #### or an empty box to the end; from DAPO's last line.
+# The last sentence, if it asks for #### or for an empty box.
 _WISH = re.compile(r"(\s+Let's think step by step|((?<=[.?!$])\s+|\s*\n)(?=\S))[^.?!\n]*?(####|\\boxed\{\s*\})[^\n]*\Z")
 
 
 @functools.lru_cache(100_000)
 def unwrap(text: str) -> str:
-    """The problem without its own wish for a form of the answer, such as DAPO's: `INSTRUCTION` asks for one."""
+    """The problem without its set's wish for a form of the answer: `INSTRUCTION` asks for another."""
     text = re.sub(r"\ASolve the following math problem step by step\.( [^\n]*\bAnswer:[^\n]*)?\n", "", text.strip())
     body, found, _ = text.rpartition("\nRemember to put your answer on its own line")
     text = body if found else text
@@ -332,7 +318,7 @@ def unwrap(text: str) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem and the token ids that the engine and the trainer both use: text is tokenized once, here."""
+    """A problem and its token ids: text is tokenized once, for the engine and the trainer."""
 
     problem: Problem
     token_ids: list[int]
@@ -347,25 +333,26 @@ def tokenize(
 ) -> tuple[list[Prompt], int]:
     """Prompts of at most `max_prompt_tokens` tokens, and how many were longer and are left out.
 
-    By the chat template where the tokenizer has one (`enable_thinking` is passed on to it), and otherwise as plain
-    text: the problem, the instruction if any, each with a newline. No prompt starts with two BOS tokens, also not
-    where both the template and the tokenizer add one.
+    By the chat template where there is one, else as plain text: the problem and the instruction if
+    any, each with a newline. No prompt starts with two BOS, also if template and tokenizer add one.
+
+    Raises:
+        ValueError: a problem without a token, or thinking that the template has no switch for.
     """
     if not problems:
         return [], 0
     texts = [f"{problem.text}\n{instruction}" if instruction else problem.text for problem in problems]
-    bos = tokenizer.bos_token_id
+    bos, prompts = tokenizer.bos_token_id, []
     if tokenizer.chat_template:
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        ids = tokenizer.apply_chat_template(
-            chats, tokenize=True, add_generation_prompt=True, enable_thinking=enable_thinking, return_dict=False
-        )
+        ids = _chat_ids(texts, tokenizer, enable_thinking)
+        switched = ids[:1] != _chat_ids(texts[:1], tokenizer, not enable_thinking)
     else:
         # Some tokenizers also append EOS to what they encode, so only their BOS is taken over.
         start = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
         encoded = tokenizer([text + "\n" for text in texts], add_special_tokens=False)["input_ids"]
-        ids = [start + row for row in encoded]
-    prompts = []
+        ids, switched = [start + row for row in encoded], False
+    if enable_thinking and not switched:
+        raise ValueError("--thinking: the model's chat template has no switch for it; leave the flag out")
     for problem, row in zip(problems, ids, strict=True):
         while bos is not None and row[:2] == [bos, bos]:
             row = row[1:]
@@ -376,11 +363,18 @@ def tokenize(
     return prompts, len(problems) - len(prompts)
 
 
+def _chat_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, thinking: bool) -> list[list[int]]:
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    # Qwen3 and most others call the switch enable_thinking, DeepSeek and Granite thinking.
+    switch = {"enable_thinking": thinking, "thinking": thinking}
+    return tokenizer.apply_chat_template(chats, tokenize=True, add_generation_prompt=True, return_dict=False, **switch)
+
+
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, generation_config: GenerationConfig | None
 ) -> list[int]:
-    """Every id that ends a response, sorted: the EOS ids of tokenizer, config and generation config, which often
-    differ (Qwen3 base checkpoints: 151643 and 151645), and the special token that ends a turn in the chat template."""
+    """Every id that ends a response, sorted: the EOS ids of tokenizer, config and generation config,
+    which often differ (Qwen3 base: 151643, 151645), and the token that ends a turn in the template."""
     found: set[int] = set()
     for holder in (tokenizer, config, generation_config):
         ids = getattr(holder, "eos_token_id", None)

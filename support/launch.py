@@ -26,11 +26,12 @@ from grpo import shard as shard_policy
 from support import checkpoint, data, distributed
 from support.args import Args, fail
 from support.distributed import print0, rank
-from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
+from support.evaluation import EvalSet, contaminated, load_benchmark, make_benchmark
 from support.grader import Grader, GraderError
 from support.memory import first_misfit
 from support.pictures import plot_reward
 from support.report import load_metrics, summary
+from tiny.sums import sums_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -77,8 +78,8 @@ def load_tokenizer(args: Args | TtsArgs) -> tuple[PreTrainedTokenizerBase, list[
 def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[data.Prompt], list[EvalSet]]:
     """Prompts to train on and the sets to evaluate on, with a printed line on each."""
     try:
-        problems, line = data.load(args.dataset, args.seed)
-        built_in, held_out = data.sums_range(args.dataset), []
+        problems, line = data.load(args.dataset, args.seed, args.dataset_config, args.dataset_split)
+        built_in, held_out = sums_range(args.dataset), []
         if "held-out" in args.eval_data and not built_in:
             # Not the run's seed: runs are compared on the same held-out problems.
             random.Random(0).shuffle(problems)
@@ -87,8 +88,8 @@ def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[d
         benchmarks = []
         for spec in args.eval_data:
             if spec == "held-out" and not built_in:
-                benchmarks.append(held_out_benchmark(held_out))
-            elif args.eval_problems or not data.sums_range(spec if spec != "held-out" else args.dataset):
+                benchmarks.append(make_benchmark("held-out", held_out, "avg", "the training set"))
+            elif args.eval_problems or not sums_range(spec if spec != "held-out" else args.dataset):
                 found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
                 benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
     except ValueError as error:
@@ -96,7 +97,10 @@ def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[d
     for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
         if count > 1:
             fail(f"--eval-data: {count} sets are called {name}, as are their scores; rename a file or leave one out")
-    prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    try:
+        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    except ValueError as error:
+        fail(str(error))
     if not prompts:
         too_long = f"{dropped} longer than --max-prompt {args.max_prompt}"
         fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {too_long})")

@@ -25,35 +25,30 @@ def sums(
         if held_out == (split == "test") and text not in found:
             found[text] = str(numbers[0] + sum(n if s == "+" else -n for s, n in zip(signs, numbers[1:])))
     if len(found) < count:
-        raise ValueError(
-            f"only {len(found)} of {count} different sums of {terms} terms up to {largest} exist in the {split} split; "
-            "ask for larger numbers"
-        )
+        place = f"sums:{terms[0]}-{terms[1]}:{largest}"
+        raise ValueError(f"{place}: only {len(found)} of {count} are in the {split} split; ask for larger numbers")
     return found
 
 
-def sums_range(source: str, flag: str = "--dataset") -> tuple[tuple[int, int], int] | None:
+def sums_range(source: str) -> tuple[tuple[int, int], int] | None:
     """(terms, largest) that `sums` or `sums:2-3:20` (2 to 3 numbers, up to 20) asks for; else None."""
     if source != "sums" and not source.startswith("sums:"):
         return None
     match = re.fullmatch(r"sums(?::([1-9][0-9]?)-([1-9][0-9]?):([1-9][0-9]{0,8}))?", source)
     low, high, largest = (int(n) for n in match.groups(default="0")) if match else (2, 1, 0)
     if low > high:
-        raise ValueError(f"{flag} {source}: write sums, or sums:2-3:20 for 2 to 3 numbers of at most 20")
+        raise ValueError(f"{source}: write sums, or sums:2-3:20 for 2 to 3 numbers of at most 20")
     return ((low, high), largest) if low else ((3, 10), 15)
 
 
-def sums_for(source: str, flag: str, split: str, seed: int, most: int) -> dict[str, str] | None:
-    """The sums that `source` asks for (see `sums_range`), `most` of them at most; None if it asks for none.
+def asked(source: str, split: str, most: int) -> dict[str, object] | None:
+    """The arguments of `sums`, but the seed, that `source` asks for (see `sums_range`), or None.
 
-    At most half of those that the split has: to find the last few by drawing at random would take for ever.
+    Half of the split's sums at most: to find the last few by drawing would take for ever.
     """
-    wanted = sums_range(source, flag)
-    if wanted is None:
+    if (wanted := sums_range(source)) is None:
         return None
     (low, high), largest = wanted
     existing = sum(largest**n * 2 ** (n - 1) for n in range(low, high + 1))
-    try:
-        return sums(min(most, existing // (20 if split == "test" else 2)), seed, split, *wanted)
-    except ValueError as error:
-        raise ValueError(f"{flag} {source}: {error}") from error
+    count = min(most, existing // (20 if split == "test" else 2))
+    return {"count": count, "split": split, "terms": (low, high), "largest": largest}
