@@ -69,6 +69,7 @@ from grpo import (
 from pruner import Pruner
 from support import checkpoint, data
 from support.distributed import (
+    SharedDecisions,
     barrier,
     engine_number,
     gather,
@@ -251,10 +252,9 @@ class Trainer:
                     {group: prompt.token_ids for group, prompt in share(fresh).items()},
                     args.group_size,
                     self.sampling,
-                    pruner=self.pruner,
+                    pruner=SharedDecisions(self.pruner) if self.pruner and args.tp > 1 else self.pruner,
                     seed=self._seed(attempt),
                     rollout_seeds=args.rollout_seeds,
-                    must_score=attempt == 0 and self.pruner is not None and self.pruner.due,
                     last_states=self.pruner is not None and args.head_states == "both",
                     progress=rank() == 0,
                 )
@@ -263,11 +263,22 @@ class Trainer:
                 fresh_batch = Batch(rollouts, grade_rollouts(rollouts, share(fresh), self.tokenizer, self.grader))
                 mine.extend(fresh_batch)
                 batch.extend(fresh_batch.everywhere())
+            if attempt == 0 and self.pruner and self.pruner.due:
+                self._check_scored(batch.rollouts)
             groups = labels_by_group(batch.rollouts, batch.labels)
             usable = {group for group, labels in groups.items() if args.algo == "grpo" or len(set(labels)) > 1}
             if len(usable) >= args.prompts:
                 break
         return prompts, mine, batch, usable
+
+    def _check_scored(self, rollouts: list[Rollout]) -> None:
+        """Raise NothingScored if no rollout of any rank could be pruned."""
+        if not any(r.detect_state is not None for r in rollouts):
+            longest = max((len(r.token_ids) for r in rollouts), default=0)
+            raise NothingScored(
+                f"no rollout went beyond L_detect = {self.args.detect_length} tokens (longest: {longest}), "
+                "so that nothing can be pruned: lower --detect-length or use --prune none"
+            )
 
     def _seed(self, attempt: int) -> int:
         """Of a generation: another one on every engine, but where it is only half of each rollout's own."""

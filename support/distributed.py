@@ -14,10 +14,15 @@ import socket
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from itertools import islice
-from typing import TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine import Decision, PruneHook
 
 T, K, V = TypeVar("T"), TypeVar("K"), TypeVar("V")
 
@@ -89,6 +94,19 @@ def of_leader(mine: T) -> T:
     if _peers is not None:
         dist.broadcast_object_list(values, src=rank() - rank() % _tp, group=_peers)
     return values[0]
+
+
+class SharedDecisions:
+    """A pruner for ranks that share one engine: all of them go by the decisions of their leader.
+
+    Two decisions that differ by a rounding would drive these ranks apart.
+    """
+
+    def __init__(self, pruner: PruneHook) -> None:
+        self.pruner = pruner
+
+    def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
+        return of_leader(self.pruner.decide(states, groups, samples))
 
 
 def rank() -> int:

@@ -48,7 +48,7 @@ def one_step(pruner: Pruner, step: int, groups: int = 16, size: int = 16) -> lis
     for part in (slice(len(ids) // 2 + 3), slice(len(ids) // 2 + 3, None)):
         decisions += pruner.decide(states[part], ids[part], samples[part])
     rollouts = [
-        Rollout(group, [0] * 20, [], "stop" if d.keep else "pruned", state, state, d.score, d.posterior, d.survival)
+        Rollout(group, 0, [0] * 20, [], "stop" if d.keep else "pruned", state, state, d.score, d.posterior, d.survival)
         for group, state, d in zip(ids, states, decisions)
     ]
     pruner.learn(rollouts, [label if d.keep else None for d, label in zip(decisions, labels)])
@@ -118,7 +118,11 @@ def test_a_state_that_is_not_a_number_is_kept_and_never_learnt_from() -> None:
     decisions = decide(pruner, states, ids)
     assert decisions[3].keep and not all(d.keep for d in decisions)
     metrics = pruner.learn(
-        [Rollout(ids[3], [0] * 20, [], "stop", states[3], states[3], decisions[3].score, decisions[3].posterior, 1.0)],
+        [
+            Rollout(
+                ids[3], 0, [0] * 20, [], "stop", states[3], states[3], decisions[3].score, decisions[3].posterior, 1.0
+            )
+        ],
         [1.0],
     )
     assert metrics["scores_rejected"] == 1 and all(p.isfinite().all() for p in pruner.head.parameters())
@@ -131,7 +135,7 @@ def test_the_head_learns_and_is_judged_on_what_it_has_not_seen() -> None:
     states, ids, labels = arrivals(16, 16, 2)
     decisions = decide(pruner, states, ids)
     rollouts = [
-        Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, d.survival)
+        Rollout(g, 0, [0] * 20, [], "stop", s, s, d.score, d.posterior, d.survival)
         for g, s, d in zip(ids, states, decisions)
     ]
     metrics = pruner.learn(rollouts, labels)
@@ -148,7 +152,7 @@ def test_unjudged_rollouts_teach_nothing() -> None:
     states, ids, _ = arrivals(1, 4, 1)
     pruner.begin(1)
     rollouts = [
-        Rollout(g, [0] * 20, [], "stop", s, s, d.score, d.posterior, 1.0)
+        Rollout(g, 0, [0] * 20, [], "stop", s, s, d.score, d.posterior, 1.0)
         for g, s, d in zip(ids, states, decide(pruner, states, ids))
     ]
     pruner.learn(rollouts, [1.0, None, 0.0, 1.0])

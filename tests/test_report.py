@@ -13,7 +13,7 @@ from support.report import RunLog, load_metrics, plot_reward, rollout_metrics, s
 
 
 def rollout(group: int, length: int, finish: str = "stop", survival: float | None = None) -> Rollout:
-    return Rollout(group, [0] * length, finish=finish, survival=survival)
+    return Rollout(group, token_ids=[0] * length, finish=finish, survival=survival)
 
 
 def test_rollout_metrics_by_hand() -> None:
