@@ -5,8 +5,8 @@
 
 Prints avg@n, pass@k, maj@n and a row for each voting rule of `voting.py`, with 95% intervals over problems; leaves the same as
 `scores.json`, every candidate in `candidates.jsonl`, and a picture of accuracy against the number of candidates. With
-`--early-stop`, what it costs and saves to stop candidates while they are sampled: by the quality head at L_detect, and by confidence
-as DeepConf does online. Every candidate has a seed of its own, so that all plans are about the same candidates.
+`--early-stop`, what it costs and saves to stop candidates while they are sampled: by the quality head at L_detect.
+Every candidate has a seed of its own, so that all plans are about the same candidates.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TtsArgs:
         0, "tokens of DeepConf's sliding window; default: 2048, or a 32nd of --max-length if that is below 8192"
     )
     share: float = flag(0.1, "share of the candidates that DeepConf's filter keeps (its η)")
-    early_stop: bool = flag(False, "sample again with candidates that are stopped early, by the head and by confidence")
+    early_stop: bool = flag(False, "sample again with candidates that are stopped early, by the head")
     detect_length: int = flag(512, "early stop: response tokens at which the head scores a candidate (L_detect)")
     keep_ratio: float = flag(0.5, "early stop: share of a problem's scored candidates that go on (κ)")
     warmup: int = flag(16, "early stop: complete traces of a problem that set DeepConf's floor")
@@ -164,7 +164,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import voting
-from confidence import Confidence
 from engine import Engine, Rollout, Sampling
 from quality_head import QualityHead
 from support import data
@@ -190,17 +189,16 @@ class Bench:
     too_long: int
     sampling: Sampling
 
-    def sample(self, samples: int, first_sample: int = 0, **options: object) -> list[Rollout]:
+    def sample(self, samples: int, **options: object) -> list[Rollout]:
         return self.engine.generate(
             {group: prompt.token_ids for group, prompt in self.prompts.items()},
             samples,
             self.sampling,
             seed=self.args.seed,
             rollout_seeds=True,
-            first_sample=first_sample,
             last_states=True,
             progress=True,
-            **{"confidence": Confidence(self.args.window)} | options,
+            **{"confidence": True} | options,
         )
 
     def candidates(self, rollouts: list[Rollout]) -> list[Candidates]:
@@ -352,7 +350,7 @@ def prepare(args: TtsArgs) -> tuple[Benchmark, QualityHead | None, Tensor | None
             benchmark = dataclasses.replace(benchmark, report=report)  # scores.json has it too
         print(benchmark.report)
         if args.early_stop and head is None:
-            print("--early-stop: without a --head, by confidence alone")
+            print("--early-stop: without a --head there is nothing to stop by")
     except ValueError as error:
         fail(str(error))
     return benchmark, head, table

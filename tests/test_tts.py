@@ -27,7 +27,7 @@ from support import data
 from support.args import TINY
 from support.checkpoint import save_head
 from support.data import Problem, Prompt
-from support.early_stop import KeepBetter, stop_by_confidence, stop_by_head
+from support.early_stop import KeepBetter, stop_by_head
 from support.evaluation import Benchmark, EvalSet, evaluate
 from support.grader import Grader, Verdict
 from support.judge import Candidates, Judge, hits, sample_scores, signal_quality
@@ -189,8 +189,6 @@ def test_what_is_printed(program: tuple[Path, str]) -> None:
     assert plans == [
         ("head at L_detect", "majority"),
         ("head at L_detect", "ARRoL"),
-        ("DeepConf online", "majority"),
-        ("DeepConf online", "DeepConf, lowest window"),
     ]
     for row in scores["early_stop"]:
         assert any(line.startswith(row["plan"]) and f"{row['saved']:.1%}" in line for line in printed.splitlines())
@@ -428,52 +426,14 @@ def test_candidates_that_the_head_stops_are_cut_and_the_others_unchanged(shared:
         assert len(candidates.verdicts) == len(candidates.classes) == len(candidates.signals["head"])
 
 
-# ------------------------------------------------------------------ low confidence stops
-
-
-def first_low_window(confidences: np.ndarray, window: int, floor: float) -> int | None:
-    """Tokens up to the end of the first window below the floor; None if there is none but perhaps the very last."""
-    ends = range(window, len(confidences))
-    return next((end for end in ends if confidences[end - window : end].mean() < floor), None)
-
-
-@pytest.mark.parametrize(("warmup", "share"), [(2, 0.1), (1, 0.1), (3, 1.0)])
-def test_deepconf_online_is_its_simulation_on_the_whole_traces(shared: Shared, warmup: int, share: float) -> None:
-    """Floors from the first candidates; the others stop at the first full window below; what lies below does not vote.
-
-    The embedded model often says the same thing twice: what equals the candidate that set the floor is not below it.
-    """
-    window, bench = 4, replace(shared.bench, args=replace(shared.bench.args, warmup=warmup, share=share))
-    whole = bench.sample(N)
-    rollouts, stopped = stop_by_confidence(bench, whole)
-    online = {(r.group, r.sample): r for r in rollouts}
-    tied = cut = 0
-    for group in range(12):
-        traces = whole[group * N : (group + 1) * N]
-        lows = [voting.lowest_window(r.confidences, window) for r in traces]
-        floor = np.quantile(lows[:warmup], 1 - share) * (1 - 1e-6)
-        voters = []
-        for number, trace in enumerate(traces):
-            short = online[group, number]
-            end = first_low_window(trace.confidences, window, floor) if number >= warmup else None
-            assert short.token_ids == trace.token_ids[:end]
-            assert short.finish == ("pruned" if end else trace.finish)
-            tied += number >= warmup and trace.token_ids in [other.token_ids for other in traces[:warmup]]
-            cut += end is not None
-            if lows[number] >= floor:
-                voters.append(short)
-        assert stopped[group].rollouts == voters and voters
-    assert tied > 3 and (cut > 3 or share == 1)
-    assert len(stopped) == 13 and not stopped[-1].rollouts
-
-
 # ------------------------------------------------------------------ the judge
 
 
 def response(text: str, score: float = 0.0, group: int = 0, finish: str = "stop") -> Rollout:
     ids = TOKENIZER.encode(text) + [TOKENIZER.eos_token_id]
     state = None if finish == "pruned" else torch.full((8,), score)
-    return Rollout(group, ids, [-0.5] * len(ids), finish, last_state=state, confidences=np.full(len(ids), 300.0))
+    logprobs, confidences = [-0.5] * len(ids), np.full(len(ids), 300.0)
+    return Rollout(group, token_ids=ids, logprobs=logprobs, finish=finish, last_state=state, confidences=confidences)
 
 
 @pytest.fixture(scope="module")
