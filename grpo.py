@@ -16,7 +16,6 @@ import math
 import time
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain, compress
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -62,7 +61,7 @@ class Sample:
 def group_advantages(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group of survivors, std unbiased (Sec. 3).
 
-    `rewards` (N,), `groups` (N,) int64; returns (N,) float32, 0 in a group of one or of equal rewards.
+    `rewards` (N,), `groups` (N,) int64; returns (N,) float32, 0 for a lone or an equal reward.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([7, 7, 9, 7]))
     tensor([ 1.1547, -0.5773,  0.0000, -0.5773])
@@ -76,8 +75,8 @@ def group_advantages(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tens
 
 
 def overlong_penalty(lengths: Tensor, max_response: int, cache: int) -> Tensor:
-    """DAPO's Eq. 13, to be added to the reward: 0 up to `max_response - cache` response tokens, then
-    linear down to -1 at `max_response`. `lengths` (N,); returns (N,) float32."""
+    """DAPO's Eq. 13, added to the reward: 0 up to `max_response - cache` response tokens, then down
+    to -1 at `max_response`, linearly. `lengths` (N,); returns (N,) float32."""
     if not 1 <= cache <= max_response:
         raise ValueError(f"the overlong cache must lie in 1..{max_response} (the longest response), not {cache}")
     return ((max_response - cache - lengths) / cache).clamp(-1.0, 0.0).float()
@@ -99,7 +98,7 @@ def micro_batches(lengths: list[int], token_budget: int) -> list[list[int]]:
 
 
 def pad(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """`input_ids` (B, T), `prompt_lengths` (B,), `lengths` (B,), int64; only lengths tell padding."""
+    """`input_ids` (B, T), `prompt_lengths` (B,), `lengths` (B,), int64. Padding may equal an id."""
     lengths = [len(s) for s in samples]
     rows = [s.prompt_ids + s.response_ids + [0] * (max(lengths) - len(s)) for s in samples]
     return torch.tensor(rows), torch.tensor([len(s.prompt_ids) for s in samples]), torch.tensor(lengths)
@@ -119,8 +118,8 @@ class Policy(nn.Module):
         self.model, self.temperature, self.chunk_tokens = model.eval(), temperature, chunk_tokens
 
     def forward(self, input_ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """From `pad`'s tensors to log-probs (R,) of the response tokens and, without gradient, the
-        entropies (R,) of their distributions in nats. float32, R = sum(lengths - prompt_lengths)."""
+        """From `pad`'s tensors to log-probs of the response tokens and, without gradient, entropies
+        of their distributions in nats: both (R,) float32, R = sum(lengths - prompt_lengths)."""
         states = self.model.model(input_ids=input_ids, attention_mask=None, use_cache=False).last_hidden_state
         position = torch.arange(input_ids.shape[1], device=input_ids.device)
         response = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])  # (B, T)
@@ -144,28 +143,27 @@ def shard(policy: Policy, device: torch.device, gradient_checkpointing: bool = F
     """`policy`, put on `device` under FSDP2, on one rank or more of a process group.
 
     Weights, gradients and moments are float32, with `offload` in main memory; a GPU computes in
-    bfloat16. Layers are gathered one by one; `gradient_checkpointing` keeps no more than their inputs.
+    bfloat16. Layers are gathered one by one; `gradient_checkpointing` keeps their inputs only.
     """
     # Not .to(device): fully_shard moves layer by layer, so that no GPU ever holds all of it.
     policy.to(dtype=torch.float32)
-    layers = policy.model.model.layers
     if gradient_checkpointing:
         policy.model.gradient_checkpointing_enable()
-        for layer in layers:
+        for layer in policy.model.model.layers:
             # What transformers asks for; the modules inside, dropout too, stay in eval mode.
             layer.training = True
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     on_gpu = device.type == "cuda"
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
     offload_policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
-    for module in [*layers, policy]:
+    for module in [*policy.model.model.layers, policy]:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
     return policy
 
 
 @torch.no_grad()
 def frozen_logprobs(policy: Policy, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """`policy(*inputs)` without a graph, and without FSDP's copy of the root: weights may be set next."""
+    """`policy(*inputs)` without a graph; FSDP keeps no copy of the root, which could go stale."""
     output = policy(*inputs)
     if isinstance(policy, FSDPModule):
         policy.reshard()
@@ -175,8 +173,8 @@ def frozen_logprobs(policy: Policy, inputs: tuple[Tensor, Tensor, Tensor]) -> tu
 def token_objective(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi_theta / pi_old (Sec. 3), and
-    where the lower bound (A < 0) or the upper (A > 0) cuts its gradient off (bool). All (R,)."""
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi_theta / pi_old (Sec. 3), and where
+    the lower bound (A < 0) or the upper (A > 0) cuts its gradient off (bool). All (R,)."""
     ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     return loss, (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
@@ -196,7 +194,7 @@ class LossConfig:
     min(pi_old / pi_sampler, C), without gradient (truncated importance sampling).
     """
 
-    algo: Literal["grpo", "dapo"] = "grpo"
+    algo: str = "grpo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     beta: float = 0.0
@@ -237,10 +235,10 @@ class MicroBatch:
 
 @dataclass(eq=False, repr=False)
 class Learner:
-    """AdamW on float32 master weights, `minibatches` steps a batch; raises ValueError for other dtypes.
+    """AdamW on float32 master weights, `minibatches` steps a batch; ValueError for another dtype.
 
-    Weight decay is on all parameters, as in verl. The learning rate rises over `warmup_steps` steps,
-    from lr / warmup_steps, then stays. `token_budget` bounds rows x longest row of a micro-batch.
+    Weight decay is on all parameters, as in verl. The learning rate rises over `warmup_steps`, from
+    lr / warmup_steps, then stays. `token_budget` bounds rows x longest row of a micro-batch.
     """
 
     policy: Policy
@@ -279,13 +277,12 @@ class Learner:
     ) -> dict[str, float]:
         """Learn from this rank's share of a batch in `minibatches` optimizer steps.
 
-        `rows` are the samples' numbers in the batch of all ranks (default: 0, 1, ...); row i belongs to
-        step i mod `minibatches`. Raises NonFiniteGradients, and SamplerGapError, before any step, if
-        log-probs of sampler and trainer differ by more than `max_gap` nats in a token or `max_mean_gap`
-        on average (the sharper test in bfloat16).
+        `rows` are the samples' numbers in the batch of all ranks (default: 0, 1, ...); row i is for
+        step i mod `minibatches`. Raises NonFiniteGradients; before any step, SamplerGapError, where
+        the sampler's log-probs are off by over `max_gap` nats, or on average by `max_mean_gap`.
 
-        Returns metrics of all ranks: grad_norm is before clipping; entropy and gap are of the policy
-        that sampled; skipped steps had no gradient, nonfinite ones no finite one. Seconds are this rank's.
+        Returns metrics of all ranks. grad_norm is before clipping; entropy and gap are of the
+        policy that sampled; skipped steps had no gradient, nonfinite ones none that was finite.
         """
         started, lr, gap = time.perf_counter(), self.scheduler.get_last_lr()[0], None
         plan, has_gradient = self._plan(samples, rows)
@@ -301,34 +298,34 @@ class Learner:
             try:
                 sums = sum([self._backward(batch) for batch in step], sums)
                 gap = gap or self._check_gap(batches, max_gap, max_mean_gap)
-                norms += self._optimizer_step()
+                norms.append(self._optimizer_step())
             finally:
                 # After errors too: no stale gradient may meet the next batch.
                 self.optimizer.zero_grad(set_to_none=True)
         tokens, loss, kl, clip_low, clip_high = all_reduce(sums).tolist()
+        finite = [norm for norm in norms if norm < math.inf]
         metrics = gap | {
-            "loss": loss / max(1, sum(has_gradient)),
-            "grad_norm": sum(norms) / max(1, len(norms)),
+            "loss": loss / max(1, len(norms)),
+            "grad_norm": sum(finite) / max(1, len(finite)),
             "clip_low": clip_low / max(1.0, tokens),
             "clip_high": clip_high / max(1.0, tokens),
             "lr": lr,
-            "optimizer_steps": float(len(norms)),
-            "skipped": float(has_gradient.count(False)),
-            "nonfinite": float(has_gradient.count(True) - len(norms)),
+            "optimizer_steps": float(len(finite)),
+            "skipped": float(len(plan) - len(norms)),
+            "nonfinite": float(len(norms) - len(finite)),
             "logprob_s": logprobs_done - started,
             "update_s": time.perf_counter() - logprobs_done,
         }
         return metrics | ({"kl": kl / max(1.0, tokens)} if self.config.beta > 0 else {})
 
     def _plan(self, samples: list[Sample], rows: list[int] | None) -> tuple[list[list[MicroBatch]], list[bool]]:
-        """Each optimizer step's micro-batches, as many on all ranks, and whether it has a gradient."""
-        steps: list[list[Sample]] = [[] for _ in range(self.minibatches)]
-        for row, sample in zip(range(len(samples)) if rows is None else rows, samples, strict=True):
-            steps[row % self.minibatches].append(sample)
+        """The steps' micro-batches, as many on all ranks, and whether each has a gradient."""
+        rows = range(len(samples)) if rows is None else rows
+        numbered = list(zip(rows, samples, strict=True))
+        steps = [[s for row, s in numbered if row % self.minibatches == step] for step in range(self.minibatches)]
         split = [micro_batches([len(s) for s in step], self.token_budget) or [[]] for step in steps]
-        counts = torch.tensor([len(batches) for batches in split], device=self.device)
+        counts = all_reduce(torch.tensor([len(b) for b in split], device=self.device), dist.ReduceOp.MAX).tolist()
         totals = [[len(s), sum(len(x.response_ids) for x in s), sum(x.advantage != 0 for x in s)] for s in steps]
-        counts = all_reduce(counts, dist.ReduceOp.MAX).tolist()
         totals = all_reduce(torch.tensor(totals, device=self.device)).tolist()
         plan = [
             [self._micro_batch([step[i] for i in b], *total[:2]) for b in batches + [[]] * (count - len(batches))]
@@ -337,7 +334,7 @@ class Learner:
         return plan, [signal > 0 or (self.config.beta > 0 and responses > 0) for responses, _, signal in totals]
 
     def _micro_batch(self, samples: list[Sample], responses: int, tokens: int) -> MicroBatch:
-        """`samples`, weighted by the step's responses or tokens over all ranks; none make a dummy."""
+        """`samples`, weighted by the step's responses or tokens of all ranks; none make a dummy."""
         dapo = self.config.algo == "dapo"
         share = 0.0 if not samples else 1 / tokens if dapo else 1 / responses
         samples = samples or [Sample([0], [0], 0.0, [0.0])]
@@ -349,7 +346,7 @@ class Learner:
         return MicroBatch(inputs, *(t.to(self.device) for t in (advantages, sampler_logprobs, weights)))
 
     def _backward(self, batch: MicroBatch) -> Tensor:
-        """Adds the micro-batch's gradient; returns its sums: tokens, loss, KL, clipped low and high."""
+        """Adds the gradient of `batch`; returns its tokens, and sums of loss, KL and clip masks."""
         config = self.config
         logprobs, entropy = self.policy(*batch.inputs)
         if batch.old_logprobs is None:
@@ -367,24 +364,25 @@ class Learner:
         (loss.sum() * self.ranks).backward()
         return batch.sums(loss, kl, low, high)
 
-    def _optimizer_step(self) -> list[float]:
-        """Returns the gradient's norm before clipping; if it is not finite, takes no step, returns []."""
+    def _optimizer_step(self) -> float:
+        """Returns the norm before clipping; if it is not finite, takes no step and returns inf."""
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.grad_clip)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).nan_to_num(nan=math.inf).item()
         if norm < math.inf:
             self.optimizer.step()
             self.scheduler.step()
             self.nonfinite_in_a_row = 0
-            return [norm]
+            return norm
         self.nonfinite_in_a_row += 1
         if self.nonfinite_in_a_row < MAX_NONFINITE:
-            return []
+            return math.inf
         raise NonFiniteGradients(
-            f"gradients were not finite in {MAX_NONFINITE} optimizer steps in a row; none was taken"
+            f"the gradient was not finite in {MAX_NONFINITE} optimizer steps in a row, none of which was taken."
+            " A lower --lr from an earlier checkpoint may help."
         )
 
     def _check_gap(self, batches: list[MicroBatch], max_gap: float, max_mean_gap: float) -> dict[str, float]:
-        """`entropy`, `gap_mean` and `gap_max` of the policy that sampled; raises SamplerGapError."""
+        """Entropy and gap of the policy that sampled, over all ranks; raises SamplerGapError."""
         gaps = [(b.old_logprobs - b.sampler_logprobs).abs().double().where(b.weights > 0, 0.0) for b in batches]
         # NaN would pass under any limit.
         gaps = [gap.nan_to_num(nan=math.inf) for gap in gaps]
@@ -394,21 +392,19 @@ class Learner:
         gap_mean, gap_max = (gap / tokens, gap_max) if tokens else (math.nan, math.nan)
         if gap_max > max_gap or gap_mean > max_mean_gap:
             raise SamplerGapError(
-                f"log-probs of sampler and trainer differ by up to {gap_max:.4g} nats and by {gap_mean:.4g} on average, the"
-                f" limits are {max_gap:.4g} and {max_mean_gap:.4g}: the last weight sync failed, or they differ in precision"
+                f"log-probs of sampler and trainer differ by up to {gap_max:.4g} nats, {gap_mean:.4g} on average (the"
+                f" limits are {max_gap:.4g} and {max_mean_gap:.4g}): the last weight sync failed, or precision differs"
             )
         return {"entropy": entropy / max(1.0, tokens), "gap_mean": gap_mean, "gap_max": gap_max}
 
     def state_dict(self) -> dict[str, dict]:
-        """For torch.distributed.checkpoint; under FSDP tensors are DTensors with this rank's shards."""
+        """For torch.distributed.checkpoint; under FSDP, DTensors with this rank's shards."""
         policy, optimizer = get_state_dict(self.policy, self.optimizer)
         return {"policy": policy, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, dict]) -> None:
-        """Raises where names or shapes differ. Learning rate, betas and weight decay stay this Learner's."""
+        """Raises where names or shapes differ. Learning rate, betas and decay stay one's own."""
         weights, moments = state["policy"], state["optimizer"]
         set_state_dict(self.policy, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
-        own = dict(initial_lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
-        self.optimizer.param_groups[0].update(own)
-        # A new one, which sets the next step's learning rate.
+        self.optimizer.param_groups[0].update(initial_lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
         self.scheduler = LambdaLR(self.optimizer, self.scheduler.lr_lambdas, state["scheduler"]["last_epoch"] - 1)
