@@ -84,7 +84,7 @@ from support.distributed import (
 )
 from support.evaluation import EvalSet, evaluate, grade_rollouts
 from support.grader import Grader, Verdict
-from support.launch import engine_from, load_prompts, load_tokenizer, quiet, working_dtype
+from support.launch import engine_from, grader_workers, load_prompts, load_tokenizer, quiet, working_dtype
 from support.memory import first_misfit
 from support.report import Metrics, RunLog, labels_by_group, load_metrics, plot_reward, rollout_metrics, summary
 
@@ -161,7 +161,7 @@ class Trainer:
             args.lr,
             args.warmup_steps,
             args.weight_decay,
-            (args.beta1, args.beta2),
+            (0.9, 0.999),
             args.grad_clip,
             args.token_budget,
             args.minibatches,
@@ -255,7 +255,7 @@ class Trainer:
                     seed=self._seed(attempt),
                     rollout_seeds=args.rollout_seeds,
                     must_score=attempt == 0 and self.pruner is not None and self.pruner.due,
-                    last_states=self.pruner is not None and args.head_states == "both",
+                    last_states=self.pruner is not None,
                     progress=rank() == 0,
                 )
                 barrier()  # the phase lasts as long as on the slowest rank
@@ -298,11 +298,12 @@ class Trainer:
             Sequence(prompts[r.group].token_ids, r.token_ids, advantages[r.group, r.sample], r.logprobs)
             for r in trained
         ]
-        max_gap, max_mean_gap = (0.01, 0.001) if working_dtype(self.device) == torch.float32 else (5.0, 0.1)
+        mean, single = (0.001, 10) if working_dtype(self.device) == torch.float32 else (0.1, 50)
+        max_gap = args.max_gap if args.max_gap is not None else mean
         return self.learner.update(
             sequences,
-            max_gap if args.max_gap is None else args.max_gap,
-            max_mean_gap if args.max_mean_gap is None else args.max_mean_gap,
+            single * max_gap,
+            max_gap,
             [numbers[r.group, r.sample] for r in trained],
         )
 
@@ -480,7 +481,7 @@ def workbench(args: Args) -> Iterator[Callable[[Args], Trainer]]:
                 if problem := first_misfit(config, args, world_size(), total):
                     fail(f"--model {args.model}: {problem}")
             prompts, eval_sets = load_prompts(args, tokenizer)
-        with Grader(args.grader_workers) as grader, engine_from(args, device, args.tp) as engine:
+        with Grader(grader_workers()) as grader, engine_from(args, device, args.tp) as engine:
             engine.sleep()  # before the trainer's weights go to the GPU
             yield lambda flags: Trainer(flags, engine, tokenizer, prompts, eval_sets, stop_token_ids, grader, device)
     finally:

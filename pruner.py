@@ -29,9 +29,7 @@ class Pruner:
     def __init__(self, args: Args, hidden_size: int, device: torch.device | str = "cpu") -> None:
         self.args = args
         self.head = QualityHead(hidden_size, args.head_width, seed=args.seed).to(device)
-        self.trainer = HeadTrainer(
-            self.head, args.head_lr, passes=args.head_passes, capacity=args.head_buffer, seed=args.seed
-        )
+        self.trainer = HeadTrainer(self.head, args.head_lr, capacity=args.window, seed=args.seed)
         self.calibrator = Calibrator(args.bins, args.alpha, args.window)
         self.due = self.active = (
             False  # whether pruning should be on; whether it can be: something was scored and labelled
@@ -105,10 +103,9 @@ class Pruner:
             metrics["ece"] = ece(torch.tensor([r.posterior for r, _ in known]), truth)
             self.calibrator.label(scores, truth)
             self.trainer.add(torch.stack([r.detect_state for r, _ in known]), truth)
-        if self.args.head_states == "both":
-            ended = [(r.last_state, y) for r, y in zip(rollouts, labels) if r.last_state is not None and y is not None]
-            if ended:
-                self.trainer.add(torch.stack([state for state, _ in ended]), torch.tensor([y for _, y in ended]))
+        ended = [(r.last_state, y) for r, y in zip(rollouts, labels) if r.last_state is not None and y is not None]
+        if ended:
+            self.trainer.add(torch.stack([state for state, _ in ended]), torch.tensor([y for _, y in ended]))
         if scored:
             self.calibrator.observe(
                 torch.tensor([r.score for r, _ in scored]), torch.tensor([r.group for r, _ in scored])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
 import warnings
 from collections import Counter
@@ -19,14 +20,12 @@ from transformers.utils import logging as transformers_logging
 
 from engine import Engine
 from support import data
-from support.args import Args, fail
+from support.args import Args, SamplingArgs, fail
 from support.distributed import say
 from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from tts import TtsArgs
 
 
 def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet]]:
@@ -74,7 +73,7 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
     return prompts, sets
 
 
-def load_tokenizer(args: Args | TtsArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
+def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
     """The model's tokenizer, the ids that end a response, and its config; ends the program where they do not load."""
     try:
         config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
@@ -104,7 +103,7 @@ def working_dtype(device: torch.device) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def engine_from(args: Args | TtsArgs, device: torch.device, tensor_parallel: int = 1) -> Iterator[Engine]:
+def engine_from(args: SamplingArgs, device: torch.device, tensor_parallel: int = 1) -> Iterator[Engine]:
     """The engine that the flags ask for, taken down at the end; the process group, which it uses, must outlive it."""
     engine = Engine(
         args.model,
@@ -122,3 +121,9 @@ def engine_from(args: Args | TtsArgs, device: torch.device, tensor_parallel: int
         yield engine
     finally:
         engine.close()
+
+
+def grader_workers() -> int:
+    """Processes that grade for this rank: half of its share of this machine's CPUs, 2 to 16."""
+    cpus, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(cpus // (2 * ranks), 2), 16)

@@ -18,7 +18,7 @@ def settings(**changes: object) -> Args:
     return parse(
         [
             f"--{name.replace('_', '-')}={value}"
-            for name, value in ({"head_width": 16, "head_passes": 1, "cold_start": 2} | changes).items()
+            for name, value in ({"head_width": 16, "cold_start": 2} | changes).items()
         ]
     )
 
@@ -125,7 +125,8 @@ def test_a_state_that_is_not_a_number_is_kept_and_never_learnt_from() -> None:
 
 
 def test_the_head_learns_and_is_judged_on_what_it_has_not_seen() -> None:
-    pruner = Pruner(settings(head_passes=20), HIDDEN)
+    pruner = Pruner(settings(), HIDDEN)
+    pruner.trainer.passes = 20
     one_step(pruner, 1)
     pruner.begin(2)
     states, ids, labels = arrivals(16, 16, 2)
@@ -144,7 +145,7 @@ def test_the_head_learns_and_is_judged_on_what_it_has_not_seen() -> None:
 
 def test_unjudged_rollouts_teach_nothing() -> None:
     """miles#2800: a grader's time-out is no negative label."""
-    pruner = Pruner(settings(head_states="detect"), HIDDEN)
+    pruner = Pruner(settings(), HIDDEN)
     states, ids, _ = arrivals(1, 4, 1)
     pruner.begin(1)
     rollouts = [
@@ -152,7 +153,7 @@ def test_unjudged_rollouts_teach_nothing() -> None:
         for g, s, d in zip(ids, states, decide(pruner, states, ids))
     ]
     pruner.learn(rollouts, [1.0, None, 0.0, 1.0])
-    assert pruner.trainer.count == 3 and pruner.calibrator.prior == pytest.approx(2 / 3)
+    assert pruner.trainer.count == 2 * 3 and pruner.calibrator.prior == pytest.approx(2 / 3)
 
 
 def test_a_restored_pruner_decides_as_the_one_that_was_saved(tmp_path) -> None:
