@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import signal
 import sys
@@ -24,7 +25,7 @@ from engine import Engine, EngineError, NothingScored
 from grpo import Learner, LossConfig, NonFiniteGradients, Policy, SamplerGapError
 from grpo import shard as shard_policy
 from support import checkpoint, data, distributed
-from support.args import Args, fail
+from support.args import Args, SamplingArgs, fail
 from support.distributed import print0, rank
 from support.evaluation import EvalSet, contaminated, load_benchmark, make_benchmark
 from support.grader import Grader, GraderError
@@ -35,8 +36,6 @@ from tiny.sums import sums_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from support.args import TtsArgs
 
 # What ends a run for a reason that one sentence can tell.
 STOPS = (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError)
@@ -58,7 +57,7 @@ class Parts:
 # ------------------------------------------------------------------ data, model, engine
 
 
-def load_tokenizer(args: Args | TtsArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
+def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
     """The model's tokenizer, the ids that end a response, and its config."""
     try:
         config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
@@ -133,7 +132,7 @@ def working_dtype(device: torch.device) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def engine_from(args: Args | TtsArgs, device: torch.device, tensor_parallel: int = 1) -> Iterator[Engine]:
+def engine_from(args: SamplingArgs, device: torch.device, tensor_parallel: int = 1) -> Iterator[Engine]:
     """The engine that the flags ask for, taken down at the end, before the process group, which it uses."""
     engine = Engine(
         args.model,
@@ -209,6 +208,12 @@ def gap_limits(args: Args, device: torch.device) -> tuple[float, float]:
     return (10 if exact else 50) * mean, mean
 
 
+def grader_workers() -> int:
+    """Processes that grade for this rank: half of its share of this machine's CPUs, 2 to 16."""
+    cpus, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(cpus // (2 * ranks), 2), 16)
+
+
 @contextlib.contextmanager
 def open_parts(args: Args) -> Iterator[Parts]:
     """Data, grader and engine, taken down at the end. Bad input ends the program with one sentence."""
@@ -225,7 +230,7 @@ def open_parts(args: Args) -> Iterator[Parts]:
                 if problem := first_misfit(config, args, distributed.world_size(), total):
                     fail(f"--model {args.model}: {problem}")
             prompts, eval_sets = load_prompts(args, tokenizer)
-        with Grader(args.grader_workers) as grader, engine_from(args, device, args.tp) as engine:
+        with Grader(grader_workers()) as grader, engine_from(args, device, args.tp) as engine:
             # Before the trainer's weights go to the GPU.
             engine.sleep()
             yield Parts(engine, tokenizer, prompts, eval_sets, stop_token_ids, grader, device)

@@ -183,7 +183,8 @@ def test_several_ranks_speak_and_write_as_one(runs: Path) -> None:
 def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(own: bool) -> None:
     """Engines of several ranks would all sample the same, were it not for their number in the seed."""
     trainer, seeds = object.__new__(Trainer), []
-    trainer.args, trainer.pruner, trainer.sampling = parse(["--rollout-seeds" if own else "--no-rollout-seeds"]), None, None
+    trainer.args = parse(["--rollout-seeds" if own else "--no-rollout-seeds"])
+    trainer.pruner = trainer.sampling = None
     trainer.parts, trainer.clock = SimpleNamespace(tokenizer=None, grader=None), Clock()
     for number in range(4):
         generate = lambda *_, seed, **__: seeds.append(seed) or []  # noqa: E731

@@ -139,7 +139,9 @@ def test_pruned_rollouts_reach_nothing_behind_the_engine(
     run = trainer(cold_start=0)
     run.step()
     grade, update = run.parts.grader.grade, run.learner.update
-    monkeypatch.setattr(run.parts.grader, "grade", lambda texts, golds: seen.update(graded=len(texts)) or grade(texts, golds))
+    monkeypatch.setattr(
+        run.parts.grader, "grade", lambda texts, golds: seen.update(graded=len(texts)) or grade(texts, golds)
+    )
     monkeypatch.setattr(
         run.learner,
         "update",
