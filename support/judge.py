@@ -19,7 +19,7 @@ import voting
 from engine import Rollout
 from quality_head import QualityHead
 from support.data import Prompt
-from support.evaluation import grade_rollouts
+from support.evaluation import grade
 from support.grader import Grader, Verdict
 from support.metrics import auc, interval, pass_at_k, within_group_auc
 
@@ -61,12 +61,12 @@ class Judge:
 
     def __call__(self, rollouts: list[Rollout], prompts: dict[int, Prompt]) -> list[Candidates]:
         """The candidates of each prompt, in order of `prompts`. Pruned rollouts are left out: they have no answer to vote for."""
-        verdicts = grade_rollouts(rollouts, prompts, self.tokenizer, self.grader)
+        grade(rollouts, prompts, self.tokenizer, self.grader)
         found = {group: self.nobody() for group in prompts}
-        for rollout, verdict in zip(rollouts, verdicts):
-            if verdict is not None:
+        for rollout in rollouts:
+            if rollout.verdict is not None:
                 found[rollout.group].rollouts.append(rollout)
-                found[rollout.group].verdicts.append(verdict)
+                found[rollout.group].verdicts.append(Verdict(rollout.verdict, rollout.answer))
         for candidates in tqdm(found.values(), desc="answers", unit="problem", leave=False, disable=None):
             answers = [verdict.answer for verdict in candidates.verdicts]
             kinds = {verdict.answer: verdict.kind for verdict in candidates.verdicts}
