@@ -140,7 +140,7 @@ def parse(argv: list[str]) -> Args:
                 fail(f"--{name.replace('_', '-')} {given[name]}: the run in {folder} has {saved[name]}; begin another")
         a = Args(**saved | given | {"output": folder})
     a.output = a.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{a.prune}"
-    unreachable = a.prune == "arrol" and a.keep_ratio < 1 and not a.p_min <= a.keep_ratio <= a.p_max
+    unreachable = a.prune != "none" and a.keep_ratio < 1 and not a.p_min <= a.keep_ratio <= a.p_max
     rules = [
         ("keep_ratio", unreachable, f"must lie between --p-min {a.p_min} and --p-max {a.p_max}, or be 1"),
         ("overlong_cache", a.algo == "dapo" and a.overlong_cache > a.max_length, "must not exceed --max-length"),
