@@ -2,8 +2,8 @@
 
     python examples/tour.py        about a minute on 2 cores; prints the group as a table, draws tour.png
 
-The embedded model works out sums. Its quality head learns for a few rounds first: without that, all
-posteriors are alike. Then groups are sampled and pruned at L_detect = 10 tokens; one is shown.
+The quality head learns for a few rounds first. Then eight groups are sampled and pruned, and the one
+is shown whose posteriors differ most.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from support.evaluation import grade
 from support.pictures import plot_rollouts
 from support.report import rollout_rows
 
-GROUP_SIZE, ROUNDS, PROMPTS = 16, 6, 24
-# Of so many groups the one is shown whose posteriors differ most.
-GROUPS = 8
+GROUP_SIZE, ROUNDS, PROMPTS, GROUPS = 16, 6, 24, 8
 
 
 class Guide:
