@@ -82,8 +82,7 @@ def main() -> None:
     args = parse(["--eval-data"])
     with launch.open_parts(args) as parts:
         learner = launch.make_learner(args, parts.device)
-        hidden = learner.policy.model.config.hidden_size
-        pruner = Pruner(hidden, GROUP_SIZE, Settings(), cold_start=ROUNDS, bins=32)
+        pruner = Pruner(learner.policy.model.config.hidden_size, GROUP_SIZE, Settings(), cold_start=ROUNDS, bins=32)
         for step in range(ROUNDS):
             pruner.begin(step + 1)
             learnt = pruner.learn(sample(parts, step * PROMPTS, PROMPTS, pruner))
@@ -111,7 +110,7 @@ def main() -> None:
         (loss * weights).sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), float("inf"))
         gap = (logprobs - torch.tensor([p for s in batch for p in s.sampler_logprobs])).abs().max()
-        print(f"\npositive ratio of the survivors {rewards.mean():.2f}, |sampler - trainer| up to {gap:.1e} nats")
+        print(f"\npositive ratio of survivors {rewards.mean():.2f}, |sampler - trainer| up to {gap:.1e} nats")
         print(f"loss {(loss * weights).sum().item():.4f}, norm of its gradient {float(norm):.3f}")
         plot_rollouts(rollout_rows(0, {number: prompt}, rollouts), args.detect_length, output)
         print(f"picture: {output}")
