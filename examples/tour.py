@@ -2,8 +2,7 @@
 
     python examples/tour.py        about a minute on 2 cores; prints the group as a table, draws tour.png
 
-The quality head learns for a few rounds first. Then eight groups are sampled and pruned, and the one
-is shown whose posteriors differ most.
+The quality head learns first. Of eight groups the one is shown whose posteriors differ most.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support import launch
+
+# isort: split
 import torch
 from torch import Tensor
 
@@ -22,7 +24,6 @@ from arrol import Pruner
 from calibration import Settings, bin_index, draw_bernoulli, survival_probability, tilt_group
 from engine import Decision, Rollout, Sampling
 from grpo import Sample, group_advantages, pad, token_objective
-from support import launch
 from support.args import parse
 from support.evaluation import grade
 from support.pictures import plot_rollouts
@@ -112,8 +113,7 @@ def main() -> None:
         gap = (logprobs - torch.tensor([p for s in batch for p in s.sampler_logprobs])).abs().max()
         print(f"\npositive ratio of survivors {rewards.mean():.2f}, |sampler - trainer| up to {gap:.1e} nats")
         print(f"loss {(loss * weights).sum().item():.4f}, norm of its gradient {float(norm):.3f}")
-        plot_rollouts(rollout_rows(0, {number: prompt}, rollouts), args.detect_length, output)
-        print(f"picture: {output}")
+        plot_rollouts(rollout_rows(ROUNDS, {number: prompt}, rollouts), args.detect_length, output)
 
 
 if __name__ == "__main__":
