@@ -18,6 +18,7 @@ import pytest
 import torch
 from ranks_worker import FLAGS
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from arrol import Trainer
 from support.args import TINY, parse
@@ -194,7 +195,9 @@ def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(own: bool)
     trainer, seeds = object.__new__(Trainer), []
     trainer.args = parse(["--rollout-seeds" if own else "--no-rollout-seeds"])
     trainer.pruner = trainer.sampling = None
-    trainer.parts, trainer.clock = SimpleNamespace(tokenizer=None, grader=None), Clock()
+    grader = SimpleNamespace(grade=lambda texts, golds: [])
+    trainer.parts = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(TINY), grader=grader)
+    trainer.clock = Clock()
     for number in range(4):
         generate = lambda *_, seed, **__: seeds.append(seed) or []  # noqa: E731
         trainer.engine = SimpleNamespace(number=number, generate=generate)
