@@ -60,8 +60,8 @@ from grpo import (
     LossConfig,
     NonFiniteGradients,
     Policy,
+    Sample,
     SamplerGapError,
-    Sequence,
     group_advantages,
     overlong_penalty,
     shard,
@@ -83,7 +83,7 @@ from support.distributed import (
     start_process_group,
     world_size,
 )
-from support.evaluation import EvalSet, evaluate, grade_rollouts
+from support.evaluation import EvalSet, evaluate, grade
 from support.grader import Grader, Verdict
 from support.launch import engine_from, load_prompts, load_tokenizer, quiet, working_dtype
 from support.memory import first_misfit
@@ -159,14 +159,14 @@ class Trainer:
         self.learner = Learner(
             self.policy,
             config,
-            args.lr,
-            args.warmup_steps,
-            args.weight_decay,
-            (args.beta1, args.beta2),
-            args.grad_clip,
-            args.token_budget,
-            args.minibatches,
-            reference,
+            lr=args.lr,
+            warmup_steps=args.warmup_steps,
+            weight_decay=args.weight_decay,
+            grad_clip=args.grad_clip,
+            token_budget=args.token_budget,
+            minibatches=args.minibatches,
+            betas=(args.beta1, args.beta2),
+            reference=reference,
         )
         self.pruner = Pruner(args, model.config.hidden_size, device) if args.prune != "none" else None
         self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature)
@@ -260,7 +260,9 @@ class Trainer:
                 )
                 barrier()  # the phase lasts as long as on the slowest rank
             with timed(clock, "grade"):
-                fresh_batch = Batch(rollouts, grade_rollouts(rollouts, share(fresh), self.tokenizer, self.grader))
+                grade(rollouts, share(fresh), self.tokenizer, self.grader)
+                verdicts = [r.verdict and Verdict(r.verdict, r.answer) for r in rollouts]
+                fresh_batch = Batch(rollouts, verdicts)
                 mine.extend(fresh_batch)
                 batch.extend(fresh_batch.everywhere())
             if attempt == 0 and self.pruner and self.pruner.due:
@@ -306,7 +308,7 @@ class Trainer:
         args, numbers = self.args, {key: number for number, key in enumerate(advantages)}
         trained = part([r for r in mine.rollouts if (r.group, r.sample) in advantages])
         sequences = [
-            Sequence(prompts[r.group].token_ids, r.token_ids, advantages[r.group, r.sample], r.logprobs)
+            Sample(prompts[r.group].token_ids, r.token_ids, advantages[r.group, r.sample], r.logprobs)
             for r in trained
         ]
         max_gap, max_mean_gap = (0.01, 0.001) if working_dtype(self.device) == torch.float32 else (5.0, 0.1)

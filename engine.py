@@ -159,7 +159,6 @@ class Engine:
             async_scheduling=False,
             # Ranks of one torchrun may share this engine; without a process group it is alone.
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
-            disable_log_stats=True,
             use_tqdm_on_load=verbose,
             **(gpu if self.on_gpu else cpu),
         )
