@@ -286,7 +286,9 @@ def test_what_is_thought_is_no_answer_whatever_its_markers_are(opening: str, end
         (plain, f"{opening}\\boxed{{2}}{ending}\\boxed{{3}}", "wrong"),
         (plain, thought, "right"),
     ]
-    rollouts = [Rollout(i, token_ids=tokenizer(text)["input_ids"], finish="stop") for i, (_, text, _) in enumerate(cases)]
+    rollouts = [
+        Rollout(i, token_ids=tokenizer(text)["input_ids"], finish="stop") for i, (_, text, _) in enumerate(cases)
+    ]
     with Grader() as grader:
         grade(rollouts, {i: prompt for i, (prompt, _, _) in enumerate(cases)}, tokenizer, grader)
     assert [rollout.verdict for rollout in rollouts] == [verdict for _, _, verdict in cases]
