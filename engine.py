@@ -56,6 +56,7 @@ class Rollout:
     verdict: str | None = None  # "right", "wrong", "no answer", "timeout", "bad gold"; None: pruned
     answer: str | None = None  # extracted from the text
     reward: float | None = None  # 1.0 right, 0.0 wrong or no answer, None otherwise: no label
+    advantage: float | None = None  # if it was trained on
     tail: str = ""  # the last 200 characters of the text, for logs
 
 
@@ -204,7 +205,8 @@ class Engine:
         start, failure, first = time.perf_counter(), None, self._next_request
         torch.manual_seed(seed)  # vLLM samples from the global generator
         rollouts = [Rollout(group, sample) for group in prompts for sample in range(samples)]
-        bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not progress or None)
+        show = progress and os.environ.get("RANK", "0") == "0"
+        bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not show or None)
         self.hook_seconds, self._confidences = 0.0, [] if confidence else None
         if pruner is not None or last_states or confidence:
             self.runner.model.compute_logits = self._hook

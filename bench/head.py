@@ -497,7 +497,7 @@ def main() -> None:
         fail(f"--problems {own.problems}: must be at least 4, for head, posterior and judgement")
     given = any(word == "--model" or word.startswith("--model=") for word in rest)
     chosen = [] if given else ["--model", str(checkpoint_to_use())]
-    args = tts.parse(["--n", "16", *chosen, *rest])
+    args = tts.parse_tts(["--n", "16", *chosen, *rest])
     results, judged = measure(args, own.problems)
     model = Path(args.model)
     shown = model.relative_to(ROOT) if model.is_absolute() and model.is_relative_to(ROOT) else model

@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=21, help="how often each kind is measured")
     own, rest = parser.parse_known_args()
-    args = tts.parse(["--n", "2", *rest])
+    args = tts.parse_tts(["--n", "2", *rest])
     benchmark, head, _ = tts.prepare(args)
     with tts.workbench(args, benchmark, head) as bench:
         found = measure(bench, own.rounds)
