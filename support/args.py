@@ -341,6 +341,122 @@ def _missing_file(args: Args) -> str | None:
     return None
 
 
+@dataclass
+class TtsArgs:
+    """Everything that the scores depend on; saved with them."""
+
+    model: str = flag("", "hub id, folder of a model, or a training run's checkpoint-N; none: the embedded model")
+    head: str = flag("", "quality_head.safetensors (default: the one in the checkpoint, if there is one)")
+    data: str = flag(
+        "sums",
+        "math500, minerva, olympiadbench, amc23, aime24, aime25 (from the hub), NAME=FILE for a local copy of one, a .jsonl, "
+        ".json or .parquet file, or sums",
+    )
+    n: int = flag(32, "candidates per problem")
+    temperature: float = flag(1.0, "sampling temperature")
+    top_p: float = flag(1.0, "sampling nucleus")
+    max_prompt: int = flag(1024, "longer prompts are not sampled and count as wrong, in tokens")
+    max_length: int = flag(8192, "prompt and response together, in tokens")
+    instruction: str = flag(INSTRUCTION, "appended to every problem; '' for none")
+    thinking: bool = flag(False, "turn on the thinking mode of chat templates that have one")
+    seed: int = flag(0, "fixes samples, intervals and subsets")
+    early_stop: bool = flag(False, "sample again with candidates that are stopped early, by the head")
+    detect_length: int = flag(512, "early stop: response tokens at which the head scores a candidate (L_detect)")
+    keep_ratio: float = flag(0.5, "early stop: share of a problem's scored candidates that go on (κ)")
+    trained_on: str = flag("", "training set (as --dataset of arrol.py): count the problems that are in it")
+    output: str = flag("", "folder for the results (default: runs/ and the time)")
+    max_num_seqs: int = flag(512, "candidates that vLLM decodes at once")
+    gpu_memory_utilization: float = flag(0.9, "share of the GPU that vLLM may use")
+    kv_cache_gb: float = flag(4.0, "vLLM's KV cache on a CPU, in GiB")
+    verbose: bool = flag(False, "show vLLM's own log lines")
+
+    @property
+    def window(self) -> int:
+        """Tokens of DeepConf's sliding window: 2,048, or a 32nd of a `max_length` below 8,192."""
+        return 2048 if self.max_length >= 8192 else max(1, self.max_length // 32)
+
+
+FROM_RUN = (
+    *("max_prompt", "max_length", "instruction", "thinking", "temperature", "detect_length"),
+    *("max_num_seqs", "kv_cache_gb"),
+)
+
+
+def parse_tts(argv: list[str]) -> TtsArgs:
+    """`TtsArgs` from a command line; on bad input prints one sentence and exits with status 2. Creates nothing.
+
+    Of a checkpoint of `arrol.py`, the settings of its run are the defaults.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tts.py", description="Test-time scaling: sample, judge, vote.", allow_abbrev=False
+    )
+    add_flags(parser, TtsArgs)
+    given = vars(parser.parse_args(argv))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        fail("it knows one process only; start it without torchrun")
+    model = Path(given.get("model") or TINY)
+    run = {}
+    if (model / "model" / "config.json").is_file():  # a checkpoint of arrol.py
+        settings = model.parent / "args.json"
+        run = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+        head = model / "quality_head.safetensors"
+        given.setdefault("head", str(head) if head.is_file() else "")
+        model = model / "model"
+    elif model == TINY:
+        head = model / "quality_head.safetensors"
+        given.setdefault("head", str(head) if head.is_file() else "")
+        run = EMBEDDED | {"thinking": False, "temperature": 1.0}
+    defaults = {name: run[name] for name in FROM_RUN if name in run}
+    args = TtsArgs(**defaults | given | {"model": str(model) if model.exists() else given["model"]})
+    args.output = args.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-tts"
+    if problem := first_tts_problem(args):
+        fail(problem)
+    return args
+
+
+def first_tts_problem(args: TtsArgs) -> str | None:
+    """What is wrong with these flags, in one sentence that names the flag and the remedy; None if nothing is."""
+    rules = [
+        ("n", args.n >= 1, "must be at least 1"),
+        ("seed", 0 <= args.seed < 2**32, "must lie in 0..4294967295"),
+        ("temperature", 0 <= args.temperature <= 2, "must lie in [0, 2], as vLLM has it"),
+        (
+            "temperature",
+            args.temperature > 0 or args.n == 1,
+            "greedy samples are all alike: use --n 1, or a temperature",
+        ),
+        ("top_p", 0 < args.top_p <= 1, "must lie in (0, 1]"),
+        ("keep_ratio", 0 < args.keep_ratio <= 1, "must lie in (0, 1]"),
+        ("detect_length", 1 <= args.detect_length, "must be at least 1"),
+        ("n", not args.early_stop or args.n > 1, "--early-stop needs several candidates"),
+        (
+            "detect_length",
+            not args.early_stop or args.detect_length < args.max_length,
+            f"must be below --max-length {args.max_length}, or nothing is ever stopped there",
+        ),
+        ("max_length", args.max_prompt < args.max_length, f"must exceed --max-prompt {args.max_prompt}"),
+        ("gpu_memory_utilization", 0 < args.gpu_memory_utilization < 1, "must lie in (0, 1)"),
+        ("kv_cache_gb", args.kv_cache_gb > 0, "must be above 0"),
+        ("max_num_seqs", args.max_num_seqs >= 1, "must be at least 1"),
+        ("head", not args.head or Path(args.head).is_file(), "there is no such file"),
+        ("output", not Path(args.output).is_file(), "that is a file; name a folder"),
+        (
+            "output",
+            not Path(args.output, "scores.json").exists(),
+            "there are results in it already; name another folder",
+        ),
+    ]
+    for name, fine, rule in rules:
+        if not fine:
+            return f"--{name.replace('_', '-')} {getattr(args, name)}: {rule}"
+    model = Path(args.model)
+    if not model.is_dir() and (model.is_absolute() or args.model.startswith(".")):
+        return f"--model {args.model}: there is no such folder"
+    if model.is_dir() and not (model / "config.json").is_file():
+        return f"--model {args.model}: the folder has no config.json; name a model, or a checkpoint-N of arrol.py"
+    return None
+
+
 def fail(sentence: str) -> NoReturn:
     """End the program with one sentence, as argparse does."""
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once on a machine: all its ranks are given the same flags

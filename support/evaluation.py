@@ -22,7 +22,7 @@ from support import data
 from support.data import DataError, Problem, Prompt
 from support.distributed import engine_number, gather, leads, rank, share
 from support.grader import Grader, Verdict
-from voting import pass_at_k
+from support.metrics import pass_at_k
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,14 +19,12 @@ from transformers.utils import logging as transformers_logging
 
 from engine import Engine
 from support import data
-from support.args import Args, fail
+from support.args import Args, TtsArgs, fail
 from support.distributed import say
 from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from tts import TtsArgs
 
 
 def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet]]:
