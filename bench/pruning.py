@@ -40,7 +40,7 @@ from bench.tables import (
     save,
     show,
 )
-from calibration import Calibrator, Tilt, draw_bernoulli
+from calibration import Calibrator, Settings, Tilt, draw_bernoulli
 from support.grader import Verdict
 
 METHODS = ("GRPO", "GRPO + random", "GRPO + ARRoL")
@@ -114,9 +114,8 @@ def survival(rows: list[dict], rule: Rule, keep_ratio: float, calibrator: Calibr
     scores = torch.tensor([math.nan if row["score"] is None else row["score"] for row in rows])
     q, groups = calibrator.posterior(scores), torch.tensor([row["group"] for row in rows])
     tilt, strength = rule
-    return calibrator.survival(
-        q, groups, tilt, keep_ratio, strength, args["positive_target"], args["p_min"], args["p_max"]
-    )
+    settings = Settings(keep_ratio, args["positive_target"], strength, args["p_min"], args["p_max"], tilt)
+    return calibrator.survival(q, groups, settings)
 
 
 def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import calibration as cal
 from bench.tables import Estimate, estimate, machine, markdown, save
-from quality_head import within_group_auc
+from support.metrics import within_group_auc
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,9 +68,9 @@ def estimates(rate: Tensor, latent: Tensor, rng: np.random.Generator) -> dict[st
 
 def survival(q: Tensor, tilt: cal.Tilt, balance: float, keep_ratio: float = KEEP) -> Tensor:
     """Survival probabilities (groups, size) of posteriors q, the bias solved over all of them."""
-    tilts = cal.tilts(tilt, q.flatten(), _group_ids(q).flatten(), keep_ratio, balance, TARGET)
-    bias = cal.solve_bias(tilts, keep_ratio, P_MIN, P_MAX)
-    return cal.survival_probability(tilts, bias, keep_ratio, P_MIN, P_MAX).view_as(q)
+    settings = cal.Settings(keep_ratio, TARGET, balance, P_MIN, P_MAX, tilt)
+    tilts = cal.tilts(q.flatten(), _group_ids(q).flatten(), settings)
+    return cal.survival_probability(tilts, cal.solve_bias(tilts, settings), settings).view_as(q)
 
 
 def draw(p: Tensor, how: str, generator: torch.Generator, least: int = LEAST) -> Tensor:
@@ -149,9 +149,9 @@ class TwoBuffers(cal.Calibrator):
     """App. A.4 to the letter: a buffer of scores for each label, here of half the window each."""
 
     def label(self, scores: Tensor, labels: Tensor) -> None:
-        scores, labels = torch.cat([self._labelled_scores, scores]), torch.cat([self._labels, labels.bool()])
+        scores, labels = (torch.cat(pair) for pair in zip(self._labelled, (scores, labels.bool())))
         newest = [(labels == value).nonzero()[:, 0][-self.window // 2 :] for value in (True, False)]
-        self._labelled_scores, self._labels = self._labelled_scores[:0], self._labels[:0]
+        self._labelled = [column[:0] for column in self._labelled]
         super().label(scores[torch.cat(newest)], labels[torch.cat(newest)])
 
 
@@ -191,7 +191,8 @@ def windows(name: str, tilt: cal.Tilt | None, balance: float, seed: int, truth: 
         if step >= COLD and tilt is None:
             p = torch.full_like(latent, KEEP)
         elif step >= COLD:
-            p = calibrator.survival(q, groups.flatten(), tilt, KEEP, balance, TARGET, P_MIN, P_MAX).view_as(latent)
+            settings = cal.Settings(KEEP, TARGET, balance, P_MIN, P_MAX, tilt)
+            p = calibrator.survival(q, groups.flatten(), settings).view_as(latent)
         keep = draw(p, "bernoulli", generator)
         best, arrivals = truth[cal.bin_index(scores, calibrator.bins)], labels.double().mean().item()
         wrong = q.view_as(latent) - best

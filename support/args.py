@@ -403,8 +403,7 @@ def parse_tts(argv: list[str]) -> TtsArgs:
         given.setdefault("head", str(head) if head.is_file() else "")
         model = model / "model"
     elif model == TINY:
-        head = model / "quality_head.safetensors"
-        given.setdefault("head", str(head) if head.is_file() else "")
+        given.setdefault("head", str(model / "head" / "quality_head.safetensors"))
         run = EMBEDDED | {"thinking": False, "temperature": 1.0}
     defaults = {name: run[name] for name in FROM_RUN if name in run}
     args = TtsArgs(**defaults | given | {"model": str(model) if model.exists() else given["model"]})

@@ -30,7 +30,7 @@ import tts
 from calibration import bin_index
 from confidence import Confidence
 from engine import Decision, Rollout, Sampling
-from quality_head import QualityHead, auc, within_group_auc
+from quality_head import QualityHead
 from support import data, evaluation, launch, metrics
 from support.args import TtsArgs, fail
 from support.checkpoint import load_head
@@ -137,6 +137,7 @@ def _finite(values: list[float]) -> list[float]:
 def _grade(rollouts, prompts, tokenizer, grader) -> None:
     for rollout, verdict in zip(rollouts, evaluation.grade_rollouts(rollouts, prompts, tokenizer, grader)):
         rollout.verdict, rollout.answer = (verdict.kind, verdict.answer) if verdict else (None, None)
+        rollout.reward = verdict.reward if verdict else None
 
 
 class KeepBetter:
@@ -194,7 +195,7 @@ def signal_quality(problems: Sequence[Candidates]) -> dict[str, dict[str, float 
     groups, quality = torch.tensor([group for group, _ in rows], dtype=torch.int64), {}
     for name in problems[0].signals if problems else ():
         values = torch.tensor([problems[group].signals[name][i] for group, i in rows], dtype=torch.float64)
-        found = {"auc": auc(values, right), "within": within_group_auc(values, right, groups)}
+        found = {"auc": metrics.auc(values, right), "auc_within": metrics.within_group_auc(values, right, groups)}
         quality[name] = {key: None if math.isnan(value) else value for key, value in found.items()}
     return quality
 
@@ -258,7 +259,7 @@ def run(sampler: Sampler) -> dict:
         for rule in ("majority", "ARRoL"):
             results["early_stop"][rule] = with_interval(after[rule], args.seed)
             change = [b - a for a, b in zip(votes[rule], after[rule])]
-            results["early_stop"][f"{rule}, difference"] = with_interval(change, args.seed)
+            results["early_stop"][f"{rule}, change"] = with_interval(change, args.seed)
         save(results, folder)
     return results
 
@@ -285,12 +286,12 @@ def show(results: dict) -> str:
     """The tables."""
     n, stopped = results["settings"]["n"], dict(results.get("early_stop", {}))
     saved = stopped.pop("tokens saved", 0.0)
-    rows = results["samples"] | results["votes"] | {f"{name}, stopped early": score for name, score in stopped.items()}
+    rows = results["samples"] | results["votes"] | {f"stopped early: {name}": score for name, score in stopped.items()}
     names = {"majority": f"maj@{n}", "oracle": f"oracle (pass@{n})"}
     lines = [f"{'':34s} accuracy   95% interval over problems"]
     for name, score in rows.items():
         lines.append(f"{names.get(name, name):34s} {score['value']:8.3f}   {score['low']:.3f} - {score['high']:.3f}")
-    lines += [f"{'tokens saved by stopping early':34s} {saved:8.1%}"] if stopped else []
+    lines += [f"{'stopped early: tokens saved':34s} {saved:8.1%}"] if stopped else []
     lines += ["", ", ".join(f"{count:,} {name}" for name, count in results["counts"].items())]
     lines += ["", f"{'AUC of right against wrong':34s}      all   within a problem"]
     for name, quality in results["signals"].items():
