@@ -1,6 +1,6 @@
-"""Test-time scaling: which of n sampled answers wins, if the quality head weighs the votes (Sec. 4.4).
+"""Test-time scaling: n answers to a problem vote, weighed by the quality head (Sec. 4.4).
 
-    python tts.py --model runs/NAME/checkpoint-200 --data aime24 --n 32    (see support/test_time.py)
+    python tts.py --model runs/NAME/checkpoint-200 --data aime24    (see support/test_time.py)
 
     classes = answer_classes(answers, grader.equivalent)
     winners(classes, {"head": logits, "mean": [mean_confidence(h) for h in traces]})["ARRoL"]
@@ -31,7 +31,7 @@ Signals = Mapping[str, Sequence[float]]  # name, one of SIGNALS -> one number fo
 def answer_classes(
     answers: Sequence[str | None], equivalent: Callable[[list[tuple[str, str]]], list[bool]]
 ) -> list[Class]:
-    r"""The class of each answer, numbered by first appearance; None for None and for an empty answer.
+    r"""The class of each answer, numbered by first appearance; None where there is no answer.
 
     Two spellings match if `equivalent` takes either for the other. A spelling is clear if all that
     match it match each other: those are one class. A spelling that matches clear ones of different
@@ -65,7 +65,7 @@ def answer_classes(
 
 
 def representative(answers: Sequence[str | None], classes: Sequence[Class], winner: Class) -> str | None:
-    """The spelling that stands for class `winner`: the most frequent in it, then the lexicographically smallest."""
+    """The spelling of class `winner`: the most frequent in it, then the lexicographically first."""
     counts = Counter(answer for answer, c in zip(answers, classes, strict=True) if c is not None and c == winner)
     return min(counts, key=lambda answer: (-counts[answer], answer), default=None)
 
@@ -84,12 +84,12 @@ def mean_confidence(h: np.ndarray) -> float:
 
 
 def lowest_window(h: np.ndarray, window: int) -> float:
-    """The lowest mean over `window` successive tokens (DeepConf; Sec. 3); a shorter trace is one window."""
+    """The lowest mean over `window` successive tokens (Sec. 3); a shorter trace is one window."""
     return float(_window_means(h, window).min())
 
 
 def bottom_windows(h: np.ndarray, window: int, share: float = 0.1) -> float:
-    """The mean of the lowest `share` of all windows (stride 1), rounded down, at least one (DeepConf; Sec. 3)."""
+    """The mean of the lowest `share` of all windows, rounded down, at least one (Sec. 3)."""
     means = np.sort(_window_means(h, window))
     return float(means[: max(1, math.floor(round(share * len(means), 9)))].mean())
 
@@ -100,7 +100,7 @@ def tail_confidence(h: np.ndarray, window: int) -> float:
 
 
 def self_certainty(h: np.ndarray, vocabulary: int) -> float:
-    """Mean KL divergence of P_t from the uniform distribution over `vocabulary` = V tokens (Kang et al., 2025).
+    """Mean KL divergence of P_t from the uniform distribution over V tokens (Kang et al., 2025).
 
     KL(U || P_t) = H_t / V - log V, so that it ranks traces as their mean confidence does. As a
     weight it differs: it can be 0. Its authors vote by Borda ranks.
@@ -109,15 +109,17 @@ def self_certainty(h: np.ndarray, vocabulary: int) -> float:
     return max(0.0, mean_confidence(h) / vocabulary - math.log(vocabulary))
 
 
-def trace_signals(h: np.ndarray, logprobs: Sequence[float], window: int, vocabulary: int) -> dict[str, float]:
-    """All `SIGNALS` of a finished trace but the quality head's logit; `logprobs` (T,): of the sampled tokens."""
+def trace_signals(
+    traces: Sequence[np.ndarray], logprobs: Sequence[Sequence[float]], window: int, vocabulary: int
+) -> dict[str, list[float]]:
+    """All `SIGNALS` of finished traces but the head's logit; logprobs: of the sampled tokens."""
     return {
-        "mean": mean_confidence(h),
-        "lowest": lowest_window(h, window),
-        "bottom": bottom_windows(h, window),
-        "tail": tail_confidence(h, window),
-        "certainty": self_certainty(h, vocabulary),
-        "logprob": math.fsum(logprobs) / len(logprobs),
+        "mean": [mean_confidence(h) for h in traces],
+        "lowest": [lowest_window(h, window) for h in traces],
+        "bottom": [bottom_windows(h, window) for h in traces],
+        "tail": [tail_confidence(h, window) for h in traces],
+        "certainty": [self_certainty(h, vocabulary) for h in traces],
+        "logprob": [math.fsum(row) / len(row) for row in logprobs],
     }
 
 
@@ -143,7 +145,7 @@ def _trace(h: np.ndarray, window: int = 1) -> np.ndarray:
 
 
 def vote(classes: Sequence[Class], weights: Sequence[float]) -> Class:
-    """The class of the highest summed weight; ties: more members, then earliest; None if there is none.
+    """The class of the highest summed weight; ties: more members, then earliest; None without one.
 
     Sums are exactly rounded: order does not matter. Raises ValueError unless 0 <= weights < inf.
 
@@ -174,7 +176,7 @@ def _by_class(classes: Sequence[Class], weights: Sequence[float]) -> dict[int, l
 
 
 def rank_weights(scores: Sequence[float]) -> list[float]:
-    """Ranks of the scores, rescaled linearly from [1, n] to [0, 1], in order of the scores (Sec. 4.4).
+    """Ranks of the scores, rescaled linearly from [1, n] to [0, 1] (Sec. 4.4).
 
     Ties share their mean rank. A single score, or scores that are all equal, say nothing: each
     weighs 1, a majority vote. Raises ValueError on NaN.
@@ -194,7 +196,7 @@ def rank_weights(scores: Sequence[float]) -> list[float]:
 
 
 def probabilities(logits: Sequence[float]) -> list[float]:
-    """The head's scores s' = sigmoid(logit), in [0, 1]: each vote counts as much as it is likely to be right.
+    """The head's scores s' = sigmoid(logit): a vote counts as much as it is likely to be right.
 
     Not the paper's. Ranks spread over [0, 1] even where the head sees no difference, and so cost a
     quarter of the votes: (sum of weights)^2 / (sum of squares) = 3/4 n. Raises ValueError on NaN.
@@ -276,7 +278,7 @@ def winners(classes: Sequence[Class], signals: Signals) -> dict[str, Class]:
 
 
 def ballots(classes: Sequence[Class], signals: Signals) -> dict[str, list[float]]:
-    """Row of the table -> weight of each candidate, 0.0 where it has no answer or is filtered out."""
+    """Row of the table -> weight of each candidate, 0.0 without an answer or filtered out."""
     return {rule.name: rule.ballot(classes, signals)[1] for rule in _rules_for(signals)}
 
 
@@ -306,17 +308,13 @@ def accuracy(
     return {name: count / len(subsets) for name, count in hits.items()}
 
 
-# ------------------------------------------------------------------ the program
-
 if __name__ == "__main__":
-    import os
     import sys
 
     from support.args import parse_tts
 
     # Flags first: a bad one fails before the imports below, which take seconds.
     args = parse_tts(sys.argv[1:])
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from support.test_time import main
 
     sys.exit(main(args))

@@ -118,7 +118,7 @@ def costs(sampler: Sampler, sample: Sample) -> list[Cells]:
             cut = copy.copy(sampler)
             cut.sampling = dataclasses.replace(sampler.sampling, max_tokens=limit)
             start = time.perf_counter()
-            cut.sample(TIMED, confidence=None)
+            cut.sample(TIMED, confidence=False)
             taken.append(time.perf_counter() - start)
         shares.append([seconds / taken[-1] for seconds in taken])
     return [

@@ -23,14 +23,11 @@ EXTRAS = ("nothing", "confidence", "last states", "both", "rollout seeds")
 
 def measure(sampler: Sampler, rounds: int) -> dict[str, list[tuple[float, int, float]]]:
     """Seconds, tokens and seconds in the hook of each kind of sampling, in each round; one unmeasured plain sampling first."""
-    from confidence import Confidence
-
-    confidence = Confidence()
     options = {
         "nothing": {},
-        "confidence": dict(confidence=confidence),
+        "confidence": dict(confidence=True),
         "last states": dict(last_states=True),
-        "both": dict(confidence=confidence, last_states=True),
+        "both": dict(confidence=True, last_states=True),
         "rollout seeds": dict(rollout_seeds=True),
     }
     prompts = {group: prompt.token_ids for group, prompt in sampler.prompts.items()}

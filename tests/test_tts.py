@@ -1,4 +1,4 @@
-"""`tts.py` as a program, on the embedded model: what it leaves on disk, early stop, judged candidates."""
+"""`tts.py` as a program, on the embedded model: what it leaves, early stop, judged candidates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 
 
 class FirstNumber(QualityHead):
-    """A head whose logit is the first number of the state, so that a test can say what it thinks."""
+    """A head whose logit is the first number of the state: a test can say what it thinks."""
 
     def forward(self, states: Tensor) -> Tensor:
         return states[:, 0].float()
@@ -58,7 +58,7 @@ class Files:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """An untrained head with a calibration; 12 sums, and among them a problem of more than 64 tokens."""
+    """An untrained head with a calibration; 12 sums, and a problem of more than 64 tokens."""
     folder = tmp_path_factory.mktemp("files")
     calibrator, generator = Calibrator(bins=64), torch.Generator().manual_seed(0)
     scores = torch.rand(4000, generator=generator)
@@ -110,7 +110,7 @@ def majority(rows: list[dict]) -> bool:
 
 
 def test_the_scores_are_those_of_the_candidates(program: tuple[Path, str], files: Files) -> None:
-    """avg@n and maj@n recomputed from the file of candidates, over all problems, also the one that nobody sampled."""
+    """avg@n and maj@n recomputed from candidates.jsonl, over all problems, the long one too."""
     folder, rows = program[0], lines(program[0])
     scores = json.loads((folder / "scores.json").read_text("utf-8"))
     problems = [f"mine:{number}" for number in range(1, 14)]
@@ -156,7 +156,7 @@ def test_a_line_for_each_candidate_with_its_weight_under_each_rule(program: tupl
 
 
 def test_the_curve_ends_at_the_table_and_starts_at_one_candidate(program: tuple[Path, str]) -> None:
-    """With one candidate each rule names its answer; with all of them it is the row of the table."""
+    """With one candidate each rule names its answer; with all it is the row of the table."""
     scores = json.loads((program[0] / "scores.json").read_text("utf-8"))
     curve = scores["curve"]
     assert curve.pop("sizes") == [1, 2, 4] and set(curve) == {*RULES, "oracle"}
@@ -168,7 +168,7 @@ def test_the_curve_ends_at_the_table_and_starts_at_one_candidate(program: tuple[
 
 
 def test_what_is_printed(program: tuple[Path, str]) -> None:
-    """A row for each score and each rule, and what it costs and saves to stop early, over all 13 problems."""
+    """A row for each score and rule, and what early stop costs and saves, over 13 problems."""
     folder, printed = program
     scores = json.loads((folder / "scores.json").read_text("utf-8"))
     table = {line[:34].rstrip(): line[34:].split() for line in printed.splitlines()}
@@ -191,7 +191,7 @@ def test_what_is_printed(program: tuple[Path, str]) -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes(sampler: Sampler, program: tuple[Path, str], tmp_path: Path) -> None:
-    """However many are sampled at once: each candidate has a seed of its own. Another seed gives others."""
+    """However many are sampled at once: each has a seed of its own. Another seed gives others."""
     first, again = (run(sampler, output=str(tmp_path / name)) for name in ("first", "again"))
     written = [(tmp_path / name / "candidates.jsonl").read_bytes() for name in ("first", "again")]
     assert written[0] == written[1]
@@ -221,7 +221,7 @@ def test_what_is_done_is_on_disk_before_more_is_sampled(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ctrl-C while candidates are sampled again: no traceback, and the scores of all candidates are there."""
+    """Ctrl-C while candidates are sampled again: no traceback, and the scores of all are there."""
 
     class Interrupted(Sampler):
         def running(self) -> contextlib.AbstractContextManager[Sampler]:
@@ -249,16 +249,15 @@ def test_what_is_done_is_on_disk_before_more_is_sampled(
     ("flags", "words"),
     [
         ("--n 4 --temperature 0", "--temperature 0.0: greedy samples are all alike: use --n 1, or a temperature"),
-        ("--n 0", "--n 0: must be at least 1"),
-        ("--temperature 2.1", "--temperature 2.1: must lie in [0, 2]"),
-        ("--seed -1", "--seed -1: must lie in 0..4294967295"),
-        ("--early-stop --n 1", "--n 1: --early-stop needs several candidates"),
-        ("--early-stop --head=", "--early-stop: it takes a quality head"),
+        ("--n 0", "--n 0: must be in [1, inf)"),
+        ("--temperature 2.1", "--temperature 2.1: must be in [0, 2]"),
+        ("--seed -1", "--seed -1: must be in [0, 4294967295]"),
+        ("--early-stop --head=", "--early-stop True: a quality head stops"),
         ("--early-stop --detect-length 256", "--detect-length 256: must be below --max-length 256"),
         ("--data nothing", "--data nothing: neither a known set nor a file nor sums"),
         ("--data nothing.jsonl", "--data nothing.jsonl: No such file"),
         ("--trained-on nothing.jsonl", "--trained-on nothing.jsonl: No such file"),
-        ("--head nothing", "--head nothing: there is no such file"),
+        ("--head nothing", "--head nothing: it holds no quality head (No such file"),
         ("--head {tiny}/model.safetensors", "it holds no quality head"),
         ("--head {here}/note.txt", "it holds no quality head"),
         ("--head {here}/other.safetensors", "it reads states of 64 numbers, the model's have 128"),
@@ -266,9 +265,9 @@ def test_what_is_done_is_on_disk_before_more_is_sampled(
             "--head {here}/late.safetensors --early-stop",
             "--detect-length 10: {here}/late.safetensors was trained at 99",
         ),
-        ("--output {here}/done", "--output {here}/done: there are results in it already"),
-        ("--output {here}/note.txt", "--output {here}/note.txt: that is a file"),
-        ("--model {here}/done", "--model {here}/done: the folder has no config.json"),
+        ("--output {here}/done", "--output {here}/done: it is a file, or has results"),
+        ("--output {here}/note.txt", "--output {here}/note.txt: it is a file, or has results"),
+        ("--model {here}/done", "--model {here}/done: the folder lacks config.json"),
         ("--model {here}/none", "--model {here}/none: there is no such folder"),
         ("--model {here}/note.txt", "--model {here}/note.txt: there is no such folder"),
         ("--max-prompt 2", "--max-prompt 2: no prompt of sums is that short"),
@@ -277,7 +276,7 @@ def test_what_is_done_is_on_disk_before_more_is_sampled(
 def test_bad_flags_end_in_one_sentence_and_nothing_is_created(
     flags: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """T = 0 with several candidates (lighteval#559) is n times one candidate, which no vote can help."""
+    """T = 0 with several candidates (lighteval#559) is one candidate n times, for any vote."""
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "scores.json").write_text("{}")
     (tmp_path / "note.txt").write_text("no head")
@@ -303,10 +302,11 @@ def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_a_checkpoint_brings_its_head_and_the_settings_of_its_run(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-20"
     (checkpoint / "model").mkdir(parents=True)
-    (checkpoint / "model" / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (checkpoint / "model" / name).write_text("{}")
     (checkpoint / "quality_head.safetensors").write_bytes(b"")
     (tmp_path / "args.json").write_text(
-        json.dumps({"max_prompt": 30, "max_length": 300, "detect_length": 7, "seed": 5, "n": 3})
+        json.dumps({"max_prompt": 30, "max_length": 300, "detect_length": 7, "seed": 5})
     )
     args = parse_tts(["--model", str(checkpoint), "--n", "8"])
     assert args.model == str(checkpoint / "model") and args.head == str(checkpoint / "quality_head.safetensors")
@@ -332,7 +332,7 @@ def better(keep_ratio: float = 0.5, table: Tensor | None = None, seed: int = 0) 
 @pytest.mark.parametrize("keep_ratio", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_the_better_ones_of_each_group_go_on(keep_ratio: float, calibrated: bool) -> None:
-    """Exactly kappa n of each group, of the highest posterior, though one group is all better than the other."""
+    """Exactly kappa n of each group, of the highest posterior, though one group is all better."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.cat([torch.randperm(8, generator=generator) - 8, torch.randperm(8, generator=generator) + 1]) / 2
     table = torch.linspace(1, 0, 1000, dtype=torch.float64) if calibrated else None  # high scores are bad news
@@ -346,7 +346,7 @@ def test_the_better_ones_of_each_group_go_on(keep_ratio: float, calibrated: bool
 
 
 def test_those_that_tie_share_what_is_left() -> None:
-    """2 above, 4 of one bin, 2 below, kappa = 1/2: both above, 2 of the 4, each of them as often as the others."""
+    """2 above, 4 of one bin, 2 below, kappa = 1/2: both above, and 2 of the 4, each as often."""
     logits, chosen = [3.0, 0.0, 0.0, -3.0, 0.0, 0.0, 3.0, -3.0], Counter()
     for seed in range(60):
         kept = keep(better(seed=seed), logits, [7] * 8)
@@ -414,7 +414,8 @@ def test_candidates_that_the_head_stops_are_cut_and_the_others_unchanged(sampler
 def response(text: str, score: float = 0.0, group: int = 0, finish: str = "stop") -> Rollout:
     ids = TOKENIZER.encode(text) + [TOKENIZER.eos_token_id]
     state = None if finish == "pruned" else torch.full((8,), score)
-    return Rollout(group, ids, [-0.5] * len(ids), finish, last_state=state, confidences=np.full(len(ids), 300.0))
+    logprobs, confidences = [-0.5] * len(ids), np.full(len(ids), 300.0)
+    return Rollout(group, token_ids=ids, logprobs=logprobs, finish=finish, last_state=state, confidences=confidences)
 
 
 @pytest.fixture(scope="module")
@@ -431,7 +432,7 @@ def prompts(*golds: str) -> dict[int, Prompt]:
 
 
 def test_equivalent_answers_are_one_class_and_pruned_candidates_none(judge: Sampler) -> None:
-    """deepconf#15: 1/2 and 0.5 vote together; no answer never votes; what was pruned is not there (vllm#23201)."""
+    """deepconf#15: 1/2 and 0.5 vote together; neither no answer nor a pruned one votes."""
     texts = [r"1+1=\boxed{2}", r"\boxed{1/2}", "0.5", r"\boxed{0.5}", r"\boxed{2/4}"]
     rollouts = [response(text, score, group=1) for score, text in enumerate(texts)]
     rollouts.insert(2, response(r"\boxed{2}", group=1, finish="pruned"))
@@ -442,14 +443,14 @@ def test_equivalent_answers_are_one_class_and_pruned_candidates_none(judge: Samp
     assert found.signals["head"] == [0.0, 1.0, 2.0, 3.0, 4.0]
     won = tts.winners(found.classes, found.signals)
     assert won["majority"] == won["best of n, head"] == 1
-    assert unanswered == Candidates([], [], dict.fromkeys(tts.SIGNALS, []), set())
+    assert unanswered == Candidates([], [], dict.fromkeys(tts.SIGNALS, []), set(), 0)
     scores = accuracies([unanswered, found], 5, 0)
     assert list(scores) == [*RULES, "oracle"] and all(values == [0.0, 1.0] for values in scores.values())
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_not_finite_ranks_lowest_and_ends_nothing(judge: Sampler, odd: float) -> None:
-    """All has been sampled by then. Where no score is a number, the head votes as the majority does."""
+    """All has been sampled by then. Where no score is a number, the head votes as the majority."""
     judge.prompts = prompts("2")
     texts = [r"\boxed{1}", r"\boxed{2}", r"\boxed{3}"]
     (found,) = judge.judge([response(text, score) for text, score in zip(texts, (odd, 0.5, -0.5))])
@@ -463,7 +464,7 @@ def test_a_score_that_is_not_finite_ranks_lowest_and_ends_nothing(judge: Sampler
 
 
 def test_scores_of_three_problems(judge: Sampler) -> None:
-    """lm-eval#3248: all samples count. [1, 0, 0, 0] and [0, 1, 1, 1]; a third that has no candidates is wrong."""
+    """lm-eval#3248: all samples count. Verdicts 1000 and 0111; a third has no candidates: wrong."""
     judge.prompts = prompts("1", "1", "1")
     answers = [(group, answer) for group, row in enumerate(("1222", "2111")) for answer in row]
     problems = judge.judge([response(rf"\boxed{{{answer}}}", group=group) for group, answer in answers])
@@ -482,9 +483,8 @@ def test_signal_quality_counts_pairs_of_right_and_wrong() -> None:
         rollouts = [Rollout(0) for _ in kinds]
         for rollout, kind in zip(rollouts, kinds):
             rollout.verdict = names[kind]
-        return Candidates(
-            rollouts, [None if kind == "-" else int(kind == "w") for kind in kinds], {"head": values}, {0}
-        )
+        classes = [None if kind == "-" else int(kind == "w") for kind in kinds]
+        return Candidates(rollouts, classes, {"head": values}, {0}, kinds.count("r"))
 
     problems = [
         candidates([3.0, 1.0, 9.0], "rw-"),  # 1 of 1 pair

@@ -1,4 +1,4 @@
-"""`tts.py` as a module: hand-made cases for each rule and tie, laws of the classes and the windows, the curve."""
+"""`tts.py` as a module: cases by hand for each rule and tie, laws of classes and windows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def partition(classes: list[Class]) -> set[frozenset[int]]:
     return {frozenset(i for i, c in enumerate(classes) if c == one) for one in set(classes) - {None}}
 
 
-# --- classes ----------------------------------------------------------------------------------------------------------
+# --- classes --------------------------------------------------------------------------------------
 
 
 def test_equivalent_answers_vote_together(grader: Grader) -> None:
@@ -71,7 +71,7 @@ def test_equivalent_answers_vote_together(grader: Grader) -> None:
 
 
 def test_no_answer_never_votes() -> None:
-    """vllm#23201: only a trace with an answer has a vote. None wins only where there is no answer at all."""
+    """vllm#23201: only a trace with an answer votes. None wins only where there is no answer."""
     classes = answer_classes([None, None, None, "7"], never)
     assert classes == [None, None, None, 0] and vote(classes, [1.0] * 4) == 0 == best_of(classes, [9.0, 9.0, 9.0, -1.0])
     for answers in ([None, None], [None, "", "  "], []):
@@ -83,7 +83,7 @@ def test_no_answer_never_votes() -> None:
 
 
 def test_one_question_with_all_pairs_of_spellings() -> None:
-    """In both directions, white space aside; equal spellings are equal, and nothing is asked of one alone."""
+    """In both directions, white space aside; equal spellings are equal without a question."""
     asked: list[list[tuple[str, str]]] = []
 
     def equivalent(pairs: list[tuple[str, str]]) -> list[bool]:
@@ -103,7 +103,7 @@ relations = st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5)))
 @given(st.integers(1, 6), relations, st.randoms(use_true_random=False))
 @quick
 def test_laws_of_the_classes(n: int, related: set[tuple[int, int]], shuffler: random.Random) -> None:
-    """Two of one class match; a group that all match each other, and nothing else, is one class; order is nothing."""
+    """Two of a class match; who match each other and nobody else are one; order is nothing."""
 
     def equivalent(pairs: list[tuple[str, str]]) -> list[bool]:
         return [(int(a[1:]), int(b[1:])) in related for a, b in pairs]
@@ -138,7 +138,7 @@ def test_laws_of_the_classes(n: int, related: set[tuple[int, int]], shuffler: ra
     ],
 )
 def test_classes_of_what_is_not_transitive(matches: str, expected: str) -> None:
-    """A path of three; two triangles and a bridge; paths of four and five; all pairs but one; a ring; three claims."""
+    """Paths of 3, 4 and 5; two triangles and a bridge; all pairs but one; a ring; three claims."""
     letters = sorted(set(matches) - {" "})
     classes = answer_classes(letters, lambda pairs: ["".join(pair) in matches.split() for pair in pairs])
     assert {frozenset(letters[i] for i in group) for group in partition(classes)} == set(
@@ -172,7 +172,7 @@ def test_an_ambiguous_spelling_joins_no_two_answers_in_any_order(grader: Grader,
 
 @pytest.mark.parametrize("expected", AMBIGUOUS, ids=lambda expected: expected[0][0])
 def test_the_winner_does_not_depend_on_the_order(grader: Grader, expected: list[list[str]]) -> None:
-    """Two votes for the last answer beat one for each of the others, where an ambiguous one would have tipped it."""
+    """Two votes beat one for each of the others, where an ambiguous one would have tipped it."""
     answers = [group[0] for group in expected] + expected[-1][:1]
     verdicts = dict(zip(pairs := list(itertools.permutations(set(answers), 2)), grader.equivalent(pairs), strict=True))
     signals = {name: np.random.default_rng(3).random(len(answers)).tolist() for name in SIGNALS}
@@ -193,7 +193,7 @@ def test_the_spelling_that_stands_for_a_class() -> None:
     assert representative(answers, classes, None) is None
 
 
-# --- votes ------------------------------------------------------------------------------------------------------------
+# --- votes ----------------------------------------------------------------------------------------
 
 
 def test_ties_go_by_weight_then_members_then_first() -> None:
@@ -207,14 +207,14 @@ def test_ties_go_by_weight_then_members_then_first() -> None:
 
 
 def test_sums_do_not_depend_on_the_order() -> None:
-    """Added from the left, 1e16 + 1 + 1 is 1e16: the class would lose to 1e16 + 2, and win in another order."""
+    """From the left, 1e16 + 1 + 1 is 1e16: it would lose to 1e16 + 2, and not in another order."""
     for order in itertools.permutations([(0, 1e16), (0, 1.0), (0, 1.0), (1, 1e16 + 2)]):
         assert vote(*zip(*order)) == 0
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
 def test_weights_are_numbers(weight: float) -> None:
-    """One NaN makes every comparison false. A candidate without an answer may have any: it has no vote."""
+    """NaN makes comparisons false. A candidate without an answer has no vote and may have it."""
     for rule in (vote, best_of):
         with pytest.raises(ValueError, match="finite"):
             rule([0, 1], [1.0, weight])
@@ -269,7 +269,7 @@ def test_the_filter_counts_voters_and_keeps_ties() -> None:
         top_share([0, 1], [1.0, math.nan], 0.5)
 
 
-# --- trace confidence -------------------------------------------------------------------------------------------------
+# --- trace confidence -----------------------------------------------------------------------------
 
 traces = st.lists(st.floats(1.0, 4e6), min_size=1, max_size=60).map(np.array)
 
@@ -294,7 +294,7 @@ def test_windows_of_a_constant_trace_are_equal_to_the_last_bit() -> None:
 
 
 def test_confidence_is_high_where_the_model_is_sure() -> None:
-    """facebookresearch/deepconf#3: H_t and self-certainty grow from a uniform distribution to a peak."""
+    """facebookresearch/deepconf#3: H_t and self-certainty grow from a flat P_t to a peak."""
     v = 50
     logits = np.linspace(0, 1, v)[::-1]
     h = []
@@ -322,10 +322,10 @@ def test_a_trace_has_tokens_and_a_window_too() -> None:
             aggregate(np.ones(5), 0)
 
 
-# --- the rules --------------------------------------------------------------------------------------------------------
+# --- the rules ------------------------------------------------------------------------------------
 
-# Eleven vote, so that the filter keeps two, and who ties with the second. The sixth candidate has no
-# answer; its numbers would win each vote. The last five are wanted by no signal.
+# Eleven vote, so that the filter keeps two, and who ties with the second. The sixth candidate has
+# no answer; its numbers would win each vote. The last five are wanted by no signal.
 CLASSES: list[Class] = [0, 0, 0, 1, 1, None, 2, 3, 4, 5, 6, 7]
 TABLE = {
     "head": [-3.0, -2.0, -1.0, 4.0, 5.0, 99.0, 0.0],
@@ -341,7 +341,7 @@ TABLE = {name: values + [LEAST.get(name, 0.0)] * 5 for name, values in TABLE.ite
 
 
 def test_each_rule_on_a_case_worked_out_by_hand() -> None:
-    """The five last share the ranks 1 to 5, mean 3, weight 0.2; those of the six others are 0.5, 0.6 ... 1."""
+    """The five last share the ranks 1 to 5, mean 3, weight 0.2; the six others have 0.5 to 1."""
     assert list(winners(CLASSES, TABLE).items()) == [
         ("majority", 0),  # 3, 2, 1
         ("ARRoL", 1),  # .5 + .6 + .7, .9 + 1, .8
@@ -397,13 +397,13 @@ def test_one_candidate_wins_and_equal_scores_leave_a_majority_vote(value: float)
 
 def test_the_signals_of_a_trace_are_all_that_rules_use_but_the_heads() -> None:
     h = np.array([50.0, 60.0, 40.0, 70.0])
-    found = trace_signals(h, [-1.0, -2.0, -0.5, 0.0], window=2, vocabulary=10)
-    assert {"head", *found} == set(SIGNALS) and found["logprob"] == -0.875
-    assert (found["mean"], found["lowest"], found["bottom"], found["tail"]) == (55.0, 50.0, 50.0, 55.0)
-    assert found["certainty"] == pytest.approx(5.5 - math.log(10))
+    found = trace_signals([h], [[-1.0, -2.0, -0.5, 0.0]], window=2, vocabulary=10)
+    assert {"head", *found} == set(SIGNALS) and found.pop("logprob") == [-0.875]
+    assert found.pop("certainty") == [pytest.approx(5.5 - math.log(10))]
+    assert found == {"mean": [55.0], "lowest": [50.0], "bottom": [50.0], "tail": [55.0]}
 
 
-# --- the table's numbers ----------------------------------------------------------------------------------------------
+# --- the table's numbers --------------------------------------------------------------------------
 
 
 def test_two_problems_with_four_samples_each() -> None:
@@ -417,7 +417,7 @@ def test_two_problems_with_four_samples_each() -> None:
     assert majority == [0, 1]
 
 
-# --- accuracy of so many candidates -----------------------------------------------------------------------------------
+# --- accuracy of so many candidates ---------------------------------------------------------------
 
 
 def drawn(n: int, seed: int = 0) -> tuple[list[Class], dict[str, list[float]], set[int]]:
@@ -439,7 +439,7 @@ def test_one_candidate_is_right_as_often_as_all_are_and_all_of_them_are_the_vote
 
 
 def test_accuracy_is_a_mean_over_all_subsets_or_over_random_ones() -> None:
-    """By hand, of [a, a, b] with a right: 2/3, then 1 (a tie goes to the earliest), 1; with b right 1/3, 0, 0."""
+    """Of [a, a, b] with a right: 2/3, 1 (a tie goes to the earliest), 1; with b right 1/3, 0, 0."""
 
     def by_size(classes: list[Class], right: set[int]) -> list[float]:
         sizes = range(1, len(classes) + 1)
@@ -459,7 +459,7 @@ def test_accuracy_is_a_mean_over_all_subsets_or_over_random_ones() -> None:
     assert again["majority"] == sampled[0]
 
 
-# --- the module -------------------------------------------------------------------------------------------------------
+# --- the module -----------------------------------------------------------------------------------
 
 
 def test_the_module_needs_neither_torch_nor_vllm() -> None:
