@@ -121,7 +121,7 @@ def test_only_the_engine_imports_vllm() -> None:
 
 @pytest.mark.parametrize("name", SUPPORT)
 def test_support_does_not_know_who_uses_it(name: str) -> None:
-    above = {"arrol", "bench", "tests", "tiny", "examples"}
+    above = {"arrol", "bench", "tests", "examples"}
     assert roots(list(named(name, parse(name).body))) & above == set()
 
 
