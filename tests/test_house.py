@@ -172,7 +172,7 @@ def test_names_are_those_of_the_field(name: str) -> None:
             case (
                 ast.Name(id=word)
                 | ast.arg(arg=word)
-                | ast.Attribute(attr=word)
+                | ast.Attribute(value=ast.Name(id="self"), attr=word)
                 | ast.alias(asname=str(word))
                 | ast.FunctionDef(name=word)
                 | ast.ClassDef(name=word)
