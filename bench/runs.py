@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from bench.tables import machine
-from support.args import Args, fail, parse
+from support.args import TINY, Args, fail, parse
 from support.report import Metrics, load_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ METHODS = {
 }
 # Twice as many rollouts as slots, as arrol.py has with a real model: pruned ones make room for others. With all of them in flight at once a step
 # of vLLM on a CPU takes as long with half of them. On 2 idle cores 24 runs of 2 to 4 minutes, with four evaluations each; in all 69.
-EMBEDDED = "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5"
+EMBEDDED = "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5 --max-num-seqs 256"
 EVALUATION = "--baseline-steps 0 --eval-n 16"
 RECORD = "run.json"
 
@@ -64,7 +64,7 @@ class Plan:
     @property
     def embedded(self) -> bool:
         """Whether the embedded model is trained."""
-        return parse(self.flags).embedded
+        return parse(self.flags).model == str(TINY)
 
     def run_flags(self, method: str, seed: int) -> list[str]:
         return [*self.flags, *METHODS[method].split(), "--log-rollouts", "all", "--seed", str(seed)]
@@ -72,7 +72,7 @@ class Plan:
     def folder(self, method: str, seed: int) -> tuple[Path, Args]:
         """Where a run lives, and its flags parsed. The name holds a digest of all flags: other flags, another folder."""
         args = parse(self.run_flags(method, seed))
-        kept = dataclasses.asdict(args) | {"output": ""} | ({"model": "tiny"} if args.embedded else {})
+        kept = dataclasses.asdict(args) | {"output": ""} | ({"model": "tiny"} if args.model == str(TINY) else {})
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
         name = re.sub(r"[^a-z0-9.]+", "-", method.lower()).strip("-")
         return self.runs / f"{name}-seed{seed}-{digest}", args
