@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import accuracy, convergence, keep_ratio, pruning, report, speed
-from bench.runs import Plan, Run, command, interpolate, load, read_flags, scores, train
+from bench.runs import Plan, Run, interpolate, load, read_flags, run_parser, scores, train
 from bench.tables import estimate, estimates, named, pairs, provenance, save
 from support.args import parse
 
@@ -216,7 +216,7 @@ def plan_in(folder: Path, *flags: str) -> Plan:
         "1",
     )
     own = ("--seeds", "0", "--runs", str(folder), "--results", str(folder))
-    return read_flags(command("test"), [*own, *small, *flags])[0]
+    return read_flags(run_parser("test"), [*own, *small, *flags])[0]
 
 
 def test_a_run_that_ended_is_used_again(tmp_path: Path) -> None:
