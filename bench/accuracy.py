@@ -11,19 +11,7 @@ line and the slower method is put a little lower than it was.
 from __future__ import annotations
 
 from bench.runs import Run, read_flags, run_parser, train
-from bench.tables import (
-    COLORS,
-    Estimate,
-    ended,
-    estimates,
-    markdown,
-    named,
-    new_figure,
-    pairs,
-    plot_seeds,
-    publish,
-    show,
-)
+from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 
 PAIRS = {"GRPO": "GRPO + ARRoL", "DAPO": "DAPO + ARRoL"}
 # Mean of six sets in percent, without and with ARRoL, and the speed-up.
@@ -58,14 +46,14 @@ def compare(plain: Run, pruned: Run) -> dict[str, float]:
     return found
 
 
-def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]], samples: int) -> str:
+def table(found: dict[str, dict[str, Estimate]], samples: int) -> str:
     heads = [column.replace("avg", f"avg@{samples}") for column in COLUMNS]
     rows = [["", *heads, "training, s", "speed-up", "speed-up of a step after the cold start"]]
     for plain, pruned in PAIRS.items():
         pair = found[plain]
         for method, who in ((plain, "plain"), (pruned, "pruned")):
             scores = [show(pair, f"{column}, {who}") for column in COLUMNS]
-            rows.append([named(method, runs[method]), *scores, show(pair, f"seconds, {who}", ".0f"), "", ""])
+            rows.append([method, *scores, show(pair, f"seconds, {who}", ".0f"), "", ""])
         gains = [show(pair, f"{column}, difference", "+.3f") for column in COLUMNS]
         speedups = [show(pair, key, ".2f", " ×") for key in ("speed-up", "speed-up of a step")]
         rows.append([f"**difference, {plain}** (95% interval)", *gains, "", *speedups])
@@ -78,15 +66,15 @@ def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]], sam
 def main() -> None:
     plan, _ = read_flags(run_parser(__doc__))
     runs = train(plan, [method for pair in PAIRS.items() for method in pair])
-    found = {a: estimates([compare(*both) for both in pairs(runs[a], runs[b])]) for a, b in PAIRS.items()}
-    samples = next((run.args["eval_n"] for some in runs.values() for run in some if run.args), 0)
+    found = {a: estimates(map(compare, runs[a], runs[b])) for a, b in PAIRS.items()}
+    samples = runs["GRPO"][0].args["eval_n"]
     figure, (axes,) = new_figure(f"held-out accuracy (avg@{samples}) against time of training")
     for method, some in runs.items():
-        curves = [[(when, score["avg"]) for when, score in run.evaluations()] for run in ended(some)]
+        curves = [[(when, score["avg"]) for when, score in run.evaluations()] for run in some]
         plot_seeds(axes, method, COLORS[method], curves)
     axes.set(xlabel="seconds of training", ylabel="accuracy")
     axes.legend()
-    results, body = {"pairs": found, "paper": PAPER}, f"{table(found, runs, samples)}\n\n{NOTE}"
+    results, body = {"pairs": found, "paper": PAPER}, f"{table(found, samples)}\n\n{NOTE}"
     publish("accuracy", plan, runs, results, "Accuracy (Tables 1 and 2)", body, figure)
 
 

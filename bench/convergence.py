@@ -12,19 +12,7 @@ import statistics
 from collections.abc import Sequence
 
 from bench.runs import Run, interpolate, read_flags, run_parser, train
-from bench.tables import (
-    COLORS,
-    Estimate,
-    ended,
-    estimates,
-    markdown,
-    named,
-    new_figure,
-    pairs,
-    plot_seeds,
-    publish,
-    show,
-)
+from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 
 METHODS = ("GRPO", "GRPO + ARRoL", "GRPO + random", "DAPO", "DAPO + ARRoL")
 SMOOTH = 5
@@ -64,22 +52,18 @@ def against(plain: Run, run: Run, end: float) -> dict[str, float]:
 
 
 def compare(runs: dict[str, list[Run]]) -> dict[str, dict[str, Estimate]]:
-    """`against`, for each method, over the seeds whose runs and GRPO's did not crash."""
-    listed = [run for some in runs.values() for run in ended(some)]
-    end = {run.seed: min(smoothed(other)[-1][0] for other in listed if other.seed == run.seed) for run in listed}
-    return {
-        method: estimates([against(a, b, end[b.seed]) for a, b in pairs(runs["GRPO"], own)])
-        for method, own in runs.items()
-    }
+    """`against`, for each method, over the seeds."""
+    ends = [min(smoothed(run)[-1][0] for run in of_seed) for of_seed in zip(*runs.values())]
+    return {method: estimates(map(against, runs["GRPO"], own, ends)) for method, own in runs.items()}
 
 
-def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]]) -> str:
+def table(found: dict[str, dict[str, Estimate]]) -> str:
     rows = [["", "training, s", "last reward", "reward at equal time", "time to GRPO's last reward, s", "ahead"]]
     for method, one in found.items():
         seeds, there = (len(one[key].values) if key in one else 0 for key in ("last", "time"))
         time = show(one, "time", ".0f") + (f" ({there} of {seeds} seeds got so far)" if there < seeds else "")
         cells = [show(one, "seconds", ".0f"), show(one, "last"), show(one, "equal time"), time]
-        rows.append([named(method, runs[method]), *cells, show(one, "ahead", ".2f", " ×")])
+        rows.append([method, *cells, show(one, "ahead", ".2f", " ×")])
     rows.append(["paper, Fig. 4, Qwen3-1.7B-Base", "", "", "higher with ARRoL", "less with ARRoL", ""])
     return markdown(rows)
 
@@ -90,10 +74,10 @@ def main() -> None:
     found = compare(runs)
     figure, (axes,) = new_figure(f"reward of all rollouts, mean of {SMOOTH} steps, against time of training")
     for method, some in runs.items():
-        plot_seeds(axes, method, COLORS[method], [smoothed(run) for run in ended(some)])
+        plot_seeds(axes, method, COLORS[method], [smoothed(run) for run in some])
     axes.set(xlabel="seconds of training", ylabel="mean reward")
     axes.legend(loc="lower right")
-    results, body = {"methods": found, "smoothed_over_steps": SMOOTH}, f"{table(found, runs)}\n\n{NOTE}"
+    results, body = {"methods": found, "smoothed_over_steps": SMOOTH}, f"{table(found)}\n\n{NOTE}"
     publish("convergence", plan, runs, results, "Convergence (Fig. 4)", body, figure)
 
 

@@ -6,7 +6,7 @@ python -m bench.keep_ratio
 from __future__ import annotations
 
 from bench.runs import Run, read_flags, run_parser, train
-from bench.tables import Estimate, estimates, markdown, named, new_figure, pairs, publish, show
+from bench.tables import Estimate, estimates, markdown, new_figure, publish, show
 from support.args import fail
 
 METHODS = {0.25: "GRPO + ARRoL, κ = 0.25", 0.5: "GRPO + ARRoL", 0.75: "GRPO + ARRoL, κ = 0.75", 1.0: "GRPO"}
@@ -37,8 +37,8 @@ def against(plain: Run, run: Run) -> dict[str, float]:
     }
 
 
-def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]]) -> str:
-    rows = [["κ", *(named(f"{k:g}", runs[method]) for k, method in METHODS.items())]]
+def table(found: dict[str, dict[str, Estimate]]) -> str:
+    rows = [["κ", *(f"{k:g}" for k in METHODS)]]
     rows += [[title, *(show(found[str(k)], *cell) for k in METHODS)] for title, *cell in ROWS]
     rows.append(["paper, Table 6: accuracy", *(f"{PAPER[k][0]:.2f}" for k in METHODS)])
     rows.append(["paper, Table 6: speed-up", *(f"{PAPER[k][1]:.2f} ×" for k in METHODS)])
@@ -50,8 +50,7 @@ def main() -> None:
     if any(word.split("=")[0] == "--keep-ratio" for word in plan.flags):
         fail("--keep-ratio: this table sets it; leave it out")
     runs = train(plan, list(METHODS.values()))
-    plain = runs[METHODS[1.0]]
-    found = {str(k): estimates([against(a, b) for a, b in pairs(plain, runs[m])]) for k, m in METHODS.items()}
+    found = {str(k): estimates(map(against, runs["GRPO"], runs[method])) for k, method in METHODS.items()}
     figure, panels = new_figure("accuracy at equal steps", "speed-up of the whole run")
     for axes, key in zip(panels, ("avg", "speed-up")):
         known = {k: found[str(k)][key] for k in METHODS if key in found[str(k)]}
@@ -61,7 +60,7 @@ def main() -> None:
         axes.set(xlabel="κ")
     panels[1].plot(list(PAPER), [speedup for _, speedup in PAPER.values()], "--", color="gray", label="paper")
     panels[1].legend()
-    results, body = {"keep_ratios": found, "paper": PAPER}, f"{table(found, runs)}\n\n{NOTE}"
+    results, body = {"keep_ratios": found, "paper": PAPER}, f"{table(found)}\n\n{NOTE}"
     publish("keep_ratio", plan, runs, results, "Keep ratio (Table 6)", body, figure)
 
 

@@ -22,19 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.runs import Run, read_flags, run_parser, train
-from bench.tables import (
-    COLORS,
-    Estimate,
-    ended,
-    estimates,
-    markdown,
-    named,
-    new_figure,
-    pairs,
-    plot_seeds,
-    publish,
-    show,
-)
+from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 from calibration import Calibrator, Tilt, draw_bernoulli
 from support.grader import Verdict
 
@@ -166,9 +154,9 @@ def of_run(run: Run) -> dict[str, float]:
     return dict(zip(COLUMNS, [*map(run.mean, metrics), run.score("avg")], strict=True))
 
 
-def table(runs: dict[str, list[Run]], measured: dict[str, dict[str, Estimate]], difference: dict[str, Estimate]) -> str:
+def table(found: dict[str, dict[str, Estimate]], difference: dict[str, Estimate]) -> str:
     rows = [["", "E[ρ̂]", "E[ρ̂(1 − ρ̂)]", "groups without variance", "kept of scored", "accuracy (avg)"]]
-    rows += [[named(m, runs[m]), *(show(measured[m], key) for key in COLUMNS)] for m in METHODS]
+    rows += [[m, *(show(found[m], key) for key in COLUMNS)] for m in METHODS]
     rows.append(["**ARRoL − random** (95% interval)", *(show(difference, key, "+.3f") for key in COLUMNS)])
     for model, *values in PAPER:
         for method, (mean, variance) in zip(("random", "ARRoL"), values, strict=True):
@@ -176,9 +164,9 @@ def table(runs: dict[str, list[Run]], measured: dict[str, dict[str, Estimate]], 
     return markdown(rows)
 
 
-def same_rollouts(found: dict[str, dict[str, Estimate]], gains: dict[str, dict[str, Estimate]], runs: list[Run]) -> str:
+def same_rollouts(found: dict[str, dict[str, Estimate]], gains: dict[str, dict[str, Estimate]]) -> str:
     columns = ("E[ρ̂]", "E[ρ̂(1 − ρ̂)]", "above random (95% interval)", "groups without variance", "kept of a group")
-    rows = [[named("on the same rollouts", runs), *columns]]
+    rows = [["on the same rollouts", *columns]]
     for name in ("nothing pruned", *RULES, "ARRoL", "PODS", "CPPO"):
         one, gain = found.get(name, {}), gains.get(name, {})
         cells = [show(one, "rho_mean"), show(one, "rho_variance"), show(gain, "rho_variance", "+.3f")]
@@ -190,17 +178,18 @@ def main() -> None:
     plan, _ = read_flags(run_parser(__doc__))
     runs = train(plan, [*METHODS, SCORED])
     keep_ratio = plan.folder("GRPO + ARRoL", plan.seeds[0])[1].keep_ratio
-    chosen = [select(run, keep_ratio) for run in ended(runs[SCORED])]
+    chosen = [select(run, keep_ratio) for run in runs[SCORED]]
     names = dict.fromkeys(name for one in chosen for name in one)
     gains = {
         name: estimates([{key: one[name][key] - one["random"][key] for key in MEASURES} for one in chosen])
         for name in names
         if name != "random"
     }
-    both = [(of_run(a), of_run(b)) for a, b in pairs(runs["GRPO + random"], runs["GRPO + ARRoL"])]
+    measured = {method: [of_run(run) for run in runs[method]] for method in METHODS}
+    both = zip(measured["GRPO + random"], measured["GRPO + ARRoL"])
     found = {
         "keep_ratio": keep_ratio,
-        "runs": {method: estimates([of_run(run) for run in ended(runs[method])]) for method in METHODS},
+        "runs": {method: estimates(rows) for method, rows in measured.items()},
         "difference": estimates([{key: b[key] - a[key] for key in COLUMNS} for a, b in both]),
         "same_rollouts": {name: estimates([one[name] for one in chosen]) for name in names},
         "above_random": gains,
@@ -209,11 +198,11 @@ def main() -> None:
     figure, panels = new_figure("mean ρ̂(1 − ρ̂) of survivors, at each step", "groups without variance")
     for axes, key in zip(panels, ("rho_variance", "zero_variance_after"), strict=True):
         for method in METHODS:
-            curves = [[(line["step"], line[key]) for line in run.steps if key in line] for run in ended(runs[method])]
+            curves = [[(line["step"], line[key]) for line in run.steps if key in line] for run in runs[method]]
             plot_seeds(axes, method, COLORS[method], curves)
         axes.set(xlabel="step")
     panels[0].legend()
-    tables = table(runs, found["runs"], found["difference"]), same_rollouts(found["same_rollouts"], gains, runs[SCORED])
+    tables = table(found["runs"], found["difference"]), same_rollouts(found["same_rollouts"], gains)
     body = "\n\n".join([*tables, NOTE])
     publish("pruning", plan, runs, found, "Random pruning and other selectors (Table 4)", body, figure)
 

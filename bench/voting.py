@@ -12,11 +12,10 @@ import json
 import re
 import shutil
 import statistics
-import sys
 from collections.abc import Sequence
 
-from bench.runs import Run, last_words, names_model, read_flags, run_parser, run_program, train
-from bench.tables import Estimate, ended, estimates, markdown, named, new_figure, plot_seeds, publish, show
+from bench.runs import Run, names_model, read_flags, run_parser, run_program, train
+from bench.tables import Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 from support.args import fail
 
 METHODS = ("GRPO + ARRoL", "DAPO + ARRoL")
@@ -45,7 +44,7 @@ not say which of the two it took."""
 
 
 def sample(run: Run, data: str, n: int, title: str) -> dict:
-    """scores.json of tts.py on a run's last checkpoint; sampled once. Ends the program if tts.py fails."""
+    """scores.json of tts.py on a run's last checkpoint; sampled once."""
     folder = run.folder / f"tts-{re.sub(r'[^A-Za-z0-9]+', '-', data)}-{n}"
     path = folder / "scores.json"
     if not path.is_file():
@@ -53,9 +52,7 @@ def sample(run: Run, data: str, n: int, title: str) -> dict:
         folder.mkdir()
         model = run.folder / f"checkpoint-{int(run.lines[-1]['step'])}"
         flags = ["--model", str(model), "--data", data, "--n", str(n), "--seed", str(run.seed), "--output", str(folder)]
-        if run_program("tts.py", flags, folder, title):
-            path.unlink(missing_ok=True)
-            sys.exit(f"{title}: tts.py failed: {last_words(folder)}")
+        run_program("tts.py", flags, folder, title)
     return json.loads(path.read_text("utf-8"))
 
 
@@ -68,12 +65,12 @@ def votes(sets: Sequence[dict]) -> dict[str, float]:
     return found | {f"{rule} − majority": found[rule] - found["majority"] for rule in RULES if rule != "majority"}
 
 
-def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]], n: int) -> str:
+def table(found: dict[str, dict[str, Estimate]], n: int) -> str:
     rows = [["", f"avg@{n}", *RULES, *(f"{gain} (95% interval)" for gain in GAINS), f"pass@{n}"]]
     for method, one in found.items():
         cells = [show(one, key) for key in ("one sample", *RULES)]
         gains = [show(one, key, "+.3f") for key in GAINS]
-        rows.append([named(method, runs[method]), *cells, *gains, show(one, "oracle")])
+        rows.append([method, *cells, *gains, show(one, "oracle")])
     for model, sets in PAPER.items():
         majority, deepconf, arrol = (statistics.fmean(values) / 100 for values in sets)
         votes = [f"{majority:.3f}", f"{deepconf:.3f}", "", f"{arrol:.3f}", "", ""]
@@ -97,7 +94,7 @@ def main() -> None:
     runs = train(plan, METHODS)
     data = own.data or (["amc23", "aime24", "aime25"] if names_model(plan.flags) else ["sums"])
     scored = {
-        method: [[sample(run, one, own.n, f"{method}, seed {run.seed}, {one}") for one in data] for run in ended(some)]
+        method: [[sample(run, one, own.n, f"{method}, seed {run.seed}, {one}") for one in data] for run in some]
         for method, some in runs.items()
     }
     voted = {method: estimates([votes(sets) for sets in models]) for method, models in scored.items()}
@@ -108,7 +105,10 @@ def main() -> None:
         axes.set_xscale("log", base=2)
         axes.set(xlabel="candidates per problem", ylabel="accuracy")
     panels[0].legend()
-    results, body = {"methods": voted, "data": data, "n": own.n, "paper": PAPER}, f"{table(voted, runs, own.n)}\n\n{NOTE}"
+    results, body = (
+        {"methods": voted, "data": data, "n": own.n, "paper": PAPER},
+        f"{table(voted, own.n)}\n\n{NOTE}",
+    )
     publish("voting", plan, runs, results, "Voting (Table 3)", body, figure)
 
 
