@@ -82,7 +82,7 @@ from support.distributed import (
     start_process_group,
     world_size,
 )
-from support.evaluation import EvalSet, evaluate, grade_rollouts
+from support.evaluation import EvalSet, evaluate, grade
 from support.grader import Grader, Verdict
 from support.launch import engine_from, load_prompts, load_tokenizer, quiet, working_dtype
 from support.memory import first_misfit
@@ -260,7 +260,9 @@ class Trainer:
                 )
                 barrier()  # the phase lasts as long as on the slowest rank
             with timed(clock, "grade"):
-                fresh_batch = Batch(rollouts, grade_rollouts(rollouts, share(fresh), self.tokenizer, self.grader))
+                grade(rollouts, share(fresh), self.tokenizer, self.grader)
+                verdicts = [r.verdict and Verdict(r.verdict, r.answer) for r in rollouts]
+                fresh_batch = Batch(rollouts, verdicts)
                 mine.extend(fresh_batch)
                 batch.extend(fresh_batch.everywhere())
             groups = labels_by_group(batch.rollouts, batch.labels)

@@ -9,10 +9,11 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from calibration import Calibrator, SystematicDraw, draw_bernoulli, ece
+from calibration import Calibrator, Settings, SystematicDraw, draw_bernoulli
 from engine import Decision, Rollout
-from quality_head import HeadTrainer, QualityHead, head_metrics
+from quality_head import HeadTrainer, QualityHead
 from support.args import Args
+from support.metrics import ece, head_metrics
 from support.report import Metrics
 
 
@@ -61,8 +62,8 @@ class Pruner:
             return torch.full_like(q, a.keep_ratio).masked_fill(q.isnan(), 1.0)
         # a group's mean is over all its members that have arrived so far
         self.posteriors, self.groups = torch.cat([self.posteriors, q]), torch.cat([self.groups, group])
-        settings = (a.tilt, a.keep_ratio, a.balance, a.positive_target, a.p_min, a.p_max)
-        return self.calibrator.survival(self.posteriors, self.groups, *settings)[-len(q) :]
+        settings = Settings(a.keep_ratio, a.positive_target, a.balance, a.p_min, a.p_max, a.tilt)
+        return self.calibrator.survival(self.posteriors, self.groups, settings)[-len(q) :]
 
     def _draw(self, p: Tensor, groups: list[int], samples: list[int]) -> list[bool]:
         """Keep decisions, each group's from a generator of its own: never the global one, which the engine reseeds."""

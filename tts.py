@@ -363,7 +363,12 @@ def workbench(args: TtsArgs, benchmark: Benchmark, head: QualityHead | None) -> 
     """Tokenizer, prompts, grader and engine, taken down at the end."""
     quiet(args.verbose)
     tokenizer, stop_token_ids, config = load_tokenizer(args)
-    prompts, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    try:
+        prompts, too_long = data.tokenize(
+            benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking
+        )
+    except ValueError as error:
+        fail(str(error))
     if not prompts:
         fail(f"--max-prompt {args.max_prompt}: no prompt of {benchmark.name} is that short")
     if head is not None and head.hidden.weight.shape[1] != config.hidden_size:

@@ -32,10 +32,11 @@ import tts
 from bench.head_states import token_scores
 from bench.runs import RECORD, last_words, run_program
 from bench.tables import machine, markdown, save
-from calibration import Calibrator, bin_index, ece
-from quality_head import HeadTrainer, QualityHead, auc, head_metrics, spearman, within_group_auc
+from calibration import Calibrator, bin_index
+from quality_head import HeadTrainer, QualityHead
 from support import checkpoint
 from support.args import fail
+from support.metrics import auc, ece, head_metrics, spearman, within_group_auc
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.runs import Run, read_flags, run_parser, train
 from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
-from calibration import Calibrator, Tilt, draw_bernoulli
+from calibration import Calibrator, Settings, Tilt, draw_bernoulli
 from support.grader import Verdict
 
 METHODS = ("GRPO", "GRPO + random", "GRPO + ARRoL")
@@ -99,9 +99,8 @@ def survival(rows: list[dict], rule: Rule, keep_ratio: float, calibrator: Calibr
     scores = torch.tensor([math.nan if row["score"] is None else row["score"] for row in rows])
     q, groups = calibrator.posterior(scores), torch.tensor([row["group"] for row in rows])
     tilt, strength = rule
-    return calibrator.survival(
-        q, groups, tilt, keep_ratio, strength, args["positive_target"], args["p_min"], args["p_max"]
-    )
+    settings = Settings(keep_ratio, args["positive_target"], strength, args["p_min"], args["p_max"], tilt)
+    return calibrator.survival(q, groups, settings)
 
 
 def complete_groups(rows: list[dict]) -> list[list[int]]:

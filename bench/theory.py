@@ -25,14 +25,14 @@ from torch import Tensor
 import calibration as cal
 from bench.runs import machine, results_parser
 from bench.tables import Estimate, described, estimates, new_figure, save, table
-from quality_head import within_group_auc
+from support.metrics import within_group_auc
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SEEDS = (0, 1, 2, 3, 4)
-# ρ, κ, bounds of p, --min-survivors and G: the defaults of training.
-TARGET, KEEP, P_MIN, P_MAX, LEAST, SIZE = 0.5, 0.5, 0.05, 0.95, 2, 16
+# ρ, κ, --min-survivors and G: the defaults of training.
+TARGET, KEEP, LEAST, SIZE = 0.5, 0.5, 2, 16
 MEAN_RATE = 0.32
 # δ of the theorem: how often its bound may fail.
 DELTA = 0.05
@@ -64,9 +64,9 @@ def posteriors(rate: Tensor, latent: Tensor, rng: np.random.Generator) -> dict[s
 
 def survival(q: Tensor, tilt: cal.Tilt, balance: float) -> Tensor:
     """Survival probabilities (groups, size) of posteriors q, the bias solved over all of them."""
-    tilts = cal.tilts(tilt, q.flatten(), group_ids(q).flatten(), KEEP, balance, TARGET)
-    bias = cal.solve_bias(tilts, KEEP, P_MIN, P_MAX)
-    return cal.survival_probability(tilts, bias, KEEP, P_MIN, P_MAX).view_as(q)
+    settings = cal.Settings(balance=balance, tilt=tilt)
+    t = cal.tilts(q.flatten(), group_ids(q).flatten(), settings)
+    return cal.survival_probability(t, cal.solve_bias(t, settings), settings).view_as(q)
 
 
 def draw(p: Tensor, how: str, generator: torch.Generator, least: int = LEAST) -> Tensor:
@@ -144,9 +144,9 @@ class TwoBuffers(cal.Calibrator):
     """App. A.4 to the letter: a buffer of scores for each label, here of half the window each."""
 
     def label(self, scores: Tensor, labels: Tensor) -> None:
-        scores, labels = torch.cat([self._labelled_scores, scores]), torch.cat([self._labels, labels.bool()])
+        scores, labels = (torch.cat(pair) for pair in zip(self._labelled, (scores, labels.bool())))
         newest = [(labels == value).nonzero()[:, 0][-self.window // 2 :] for value in (True, False)]
-        self._labelled_scores, self._labels = self._labelled_scores[:0], self._labels[:0]
+        self._labelled = [column[:0] for column in self._labelled]
         super().label(scores[torch.cat(newest)], labels[torch.cat(newest)])
 
 
@@ -187,7 +187,8 @@ def windows(name: str, tilt: cal.Tilt | None, balance: float, seed: int, truth: 
         if step >= COLD and tilt is None:
             p = torch.full_like(latent, KEEP)
         elif step >= COLD:
-            p = calibrator.survival(q, groups.flatten(), tilt, KEEP, balance, TARGET, P_MIN, P_MAX).view_as(latent)
+            settings = cal.Settings(balance=balance, tilt=tilt)
+            p = calibrator.survival(q, groups.flatten(), settings).view_as(latent)
         keep = draw(p, "bernoulli", generator)
         best, arrivals = truth[cal.bin_index(scores, calibrator.bins)], labels.double().mean().item()
         wrong = q.view_as(latent) - best
@@ -288,7 +289,7 @@ INTRODUCTION = f"""\
 
 No model, synthetic groups: success rates μ ~ Beta(0.64, 1.36), mean {MEAN_RATE} as in Table 4's random row; a rollout's
 latent q* ~ Beta(2μ, 2(1 − μ)), its label Bernoulli(q*). "noisy" q is q* ± {NOISE}, uniform; "knows the prompt alone" is
-q = μ. ρ = κ = 0.5, G = {SIZE} and p in [{P_MIN}, {P_MAX}] unless said."""
+q = μ. ρ = κ = 0.5, G = {SIZE} and p in [0.05, 0.95] unless said."""
 THEOREM = f"""\
 With probability 1 − δ, |ρ̂ − ρ| ≤ min_j |μ*_-j − ρ| + 2ε + √(log(2/δ) / (2(G − 1))), for ONE rollout pruned, by
 argmin_j |μ_-j − ρ|. It assumes that labels are independent given q*, that every q is within ε of q*, and that q has not

@@ -41,6 +41,8 @@ class Args:
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "hub id, a .jsonl/.json/.parquet file, 'sums' or 'sums:2-3:20' (terms:largest)",
     )
+    dataset_config: str = flag("", "which of its configs, of a hub id or a folder that has several")
+    dataset_split: str = flag("train", "which of its splits")
     instruction: str = flag(
         INSTRUCTION,
         "appended to every problem; '' for none",

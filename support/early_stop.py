@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import voting
-from calibration import SystematicDraw, bin_index, solve_bias, survival_probability
+from calibration import Settings, SystematicDraw, bin_index, solve_bias, survival_probability
 from confidence import Confidence
 from engine import Decision, Rollout
 from quality_head import QualityHead
@@ -50,8 +50,9 @@ class KeepBetter:
             rows = (group == name) & known
             self.arrived[name] = torch.cat([self.arrived.get(name, q[:0]), q[rows]])
             if self.keep_ratio < 1 and rows.any():
-                bias = solve_bias(STEEP * self.arrived[name], self.keep_ratio, 0.0, 1.0)
-                p[rows] = survival_probability(STEEP * q[rows], bias, self.keep_ratio, 0.0, 1.0)
+                settings = Settings(self.keep_ratio, p_min=0.0, p_max=1.0)
+                bias = solve_bias(STEEP * self.arrived[name], settings)
+                p[rows] = survival_probability(STEEP * q[rows], bias, settings)
         rows = zip(self.draw(p, group).tolist(), scores.tolist(), q.tolist(), p.tolist())
         return [Decision(*row) for row in rows]
 

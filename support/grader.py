@@ -1,13 +1,14 @@
-"""Right or wrong: what a response commits itself to, and whether that equals the gold answer.
+"""Right or wrong: the answer that a response commits itself to, and whether it equals the gold.
 
-    with Grader(workers=4) as grader:
-        verdicts = grader.grade(texts, golds)
+with Grader(workers=4) as grader:
+    verdicts = grader.grade(texts, golds)
 
-Standard library and math-verify only, and light to import: the worker processes run this file as a script.
+Importing this needs the standard library only: the worker processes run this file as a script.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -20,13 +21,10 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import sympy
-
-# ------------------------------------------------------------------ answers
 
 _ANSWER_LINE = re.compile(r"^[ \t>*_#-]*(?:the )?(?:final )?answer[ \t*_]*[:\uff1a][ \t*_]*(.*)$", re.I | re.M)
 _BOX = re.compile(r"\\(?:boxed|fbox)\b")
@@ -37,8 +35,9 @@ _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,|,\\!|\{,\}|\\,)[0-9]{3})+(?:\.0*)
 
 
 def _last_box(text: str) -> str | None:
-    r"""What the last balanced `\boxed{…}` or `\fbox{…}` holds; a box in a box is one box. In linear time."""
-    opened: list[tuple[int, int]] = []  # an open brace: where its command begins, where its content begins
+    r"""What the last balanced `\boxed{…}` or `\fbox{…}` holds. A box in a box is one. Linear time."""
+    # of each open brace: where its command begins, where its content begins
+    opened: list[tuple[int, int]] = []
     box = content = (0, 0)
     for token in _BRACES.finditer(text):
         if token[0] == "{":
@@ -55,13 +54,12 @@ def _last_box(text: str) -> str | None:
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The answer that a response commits itself to: its last balanced box, or else its last `Answer:` line.
+    r"""The answer that a response commits itself to: its last balanced box, or else `Answer:` line.
 
-    What stands before the last `</think>`, or in a block of thinking that never ends, does not count. None if there
-    is nothing explicit: a number in passing earns nothing.
+    Thinking does not count, be it finished or not. None if nothing is explicit.
 
-    >>> extract_answer(r"<think> \boxed{1} </think> So \boxed{2}, no, \boxed{\frac{3}{4}}."), extract_answer("it is 5")
-    ('\\frac{3}{4}', None)
+    >>> extract_answer(r"<think> \boxed{1} </think> So \boxed{2}, no, \boxed{3}."), extract_answer("it is 5")
+    ('3', None)
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     answer = _last_box(text)
@@ -72,7 +70,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Without the dollar signs or the brackets of inline math around it, and with single spaces."""
+    """Without the delimiters of inline math around it, and with single spaces."""
     text = " ".join(text.split())
     if text.startswith("\\(") and text.endswith("\\)") and text.count("\\(") == 1:
         text = text[2:-2].strip()
@@ -81,27 +79,25 @@ def _bare(text: str) -> str:
 
 
 def _integer(text: str, grouped: bool = False) -> str | None:
-    """The integer that `text` is (`070`, `$70$`, `70.0`; if `grouped` also `1,234`), as canonical digits; else None.
-
-    Digits stay text: int() refuses, and takes quadratic time for, the huge numbers that models write.
-    """
+    """Canonical digits of an integer (`070`, `$70$`, `70.0`; if `grouped` also `1,234`), else None."""
     text = _bare(text)
     if grouped and _GROUPED.fullmatch(text):
         text = re.sub(r"[^0-9.+-]", "", text)
     match = _INTEGER.fullmatch(text)
     if match is None:
         return None
+    # Digits stay text: int() refuses huge numbers.
     digits = match[2].lstrip("0") or "0"
     return "-" + digits if match[1] == "-" and digits != "0" else digits
 
 
 def canonical(answer: str) -> str:
-    """One spelling for integers and for bare math: equal spellings are equal answers, not the reverse."""
+    """One spelling for integers and for bare math. Equal answers may have different ones."""
     return _integer(answer) or _bare(answer)
 
 
 def gold_text(cell: object, column: str = "answer") -> str:
-    """A gold answer as text, whatever type it had, be it in a box or a list of one; "" where there is none."""
+    """A gold answer of any type as text, out of its box or list of one; "" where there is none."""
     if isinstance(cell, list) and len(cell) == 1:
         cell = cell[0]
     if isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53:
@@ -114,18 +110,17 @@ def gold_text(cell: object, column: str = "answer") -> str:
     return "" if text.lower() == "nan" else text
 
 
-# ------------------------------------------------------------------ the grader
-
-LONGEST_ANSWER = 2_000  # characters; ten times the longest gold answer of the usual benchmarks
+# characters; ten times the longest gold answer of the usual benchmarks
+LONGEST_ANSWER = 2_000
 START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`kind` is "right", "wrong", "no answer", "timeout" or "bad gold"; `answer` what was extracted from the text.
+    """`kind` is "right", "wrong", "no answer", "timeout" or "bad gold"; `answer` was extracted.
 
-    A timeout (the time or memory bound, spent on this answer) or a bad gold is no verdict on the response, so it has
-    no reward: it must neither train the quality head nor enter its group's baseline.
+    A timeout (of time or memory, spent on this answer) or a bad gold is no verdict on the response:
+    it must neither train the quality head nor enter its group's baseline.
     """
 
     kind: str
@@ -140,17 +135,16 @@ class Verdict:
 class Grader:
     """Grades responses; math-verify runs in `workers` child processes that can be killed.
 
-    An answer may take `timeout` seconds of wall-clock time and `memory_mb` of address space: what is over is
-    killed and costs nobody else anything. Integers and literally equal answers are settled without math-verify, and
-    the first worker starts with the first answer that is not. Safe to use from several threads at once.
+    An answer may take `timeout` seconds and `memory_mb` of address space; what takes more is killed
+    alone. Integers and literally equal answers need no worker; the first one starts when needed.
+    Safe to use from several threads at once.
     """
 
     def __init__(self, workers: int = 1, timeout: float = 5.0, memory_mb: int = 2048) -> None:
-        if workers < 1 or timeout <= 0:
-            raise ValueError(f"a grader needs a worker and a time bound above 0, not {workers} and {timeout}")
         self._timeout, self._memory_mb, self._closed = timeout, memory_mb, False
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grader")
-        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()  # None: a worker yet to be started
+        # None: a worker yet to be started
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(workers):
             self._idle.put(None)
         self._alive: set[_Worker] = set()
@@ -159,23 +153,20 @@ class Grader:
     def grade(self, texts: list[str], golds: list[str]) -> list[Verdict]:
         """A verdict on each response in `texts` by its answer in `golds`.
 
-        Raises:
-            RuntimeError: the workers cannot start or keep dying; no reward is given for that.
+        Raises RuntimeError if the workers cannot start or keep dying.
         """
         answers = [extract_answer(text) for text in texts]
         kinds = self._judge(list(zip([gold_text(gold) for gold in golds], answers, strict=True)))
         return [Verdict(kind, answer) for kind, answer in zip(kinds, answers)]
 
     def equivalent(self, pairs: list[tuple[str, str]]) -> list[bool]:
-        """Whether the first answer of each pair, as gold, takes the second for right; not symmetric.
+        """Whether the first of each pair, as gold, takes the second for right; not symmetric.
 
-        What is empty or cannot be parsed equals nothing; what runs into a bound, nothing but its own spelling.
-
-        Raises:
-            RuntimeError: as `grade`.
+        What is empty equals nothing; what runs into a bound, nothing but its own spelling.
+        Raises RuntimeError as `grade` does.
         """
         bare = [(_bare(first), _bare(second) or None) for first, second in pairs]
-        # Each answer meets "1" first: one that hangs then costs its bound once, and not in all of its pairs.
+        # Each answer meets "1" first: one that hangs costs its bound once, not in all of its pairs.
         alone = [("1", answer) for answer in {answer for pair in bare if _settle(*pair) is None for answer in pair}]
         hostile = {answer for (_, answer), kind in zip(alone, self._judge(alone)) if kind == "timeout"}
         asked = [pair if pair[0] == pair[1] or hostile.isdisjoint(pair) else ("", None) for pair in bare]
@@ -202,7 +193,7 @@ class Grader:
                     self._alive.discard(worker)
                 worker.close()
                 worker = None
-                # A worker that had served others may have run out of memory for their sake: a new one has to tell.
+                # A used worker may have run out of memory for other answers' sake: a new one tells.
                 if reply == "timeout" or (reply == "memory" and fresh):
                     return "timeout"
             raise RuntimeError(f"grading workers keep dying ({reply}): is memory short, or math-verify not installed?")
@@ -222,7 +213,7 @@ class Grader:
         with self._lock:
             self._closed = True
             for worker in self._alive:
-                worker.kill()
+                worker.process.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
         while self._alive:
             self._alive.pop().close()
@@ -230,12 +221,12 @@ class Grader:
     def __enter__(self) -> Grader:
         return self
 
-    def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
 def _settle(gold: str, answer: str | None) -> str | None:
-    """The verdict where it takes no mathematics to find it, else None."""
+    """The verdict that needs no mathematics, else None."""
     if not gold:
         return "bad gold"
     if answer is None:
@@ -249,60 +240,56 @@ def _settle(gold: str, answer: str | None) -> str | None:
 
 
 class _Worker:
-    """The parent's end of one worker process: a line of JSON down its stdin for each pair, a word back.
+    """The parent's end of one worker process: a line of JSON to its stdin for each pair, a word back.
 
-    A fresh interpreter and neither a fork (the parent holds an engine, threads and much memory) nor multiprocessing's
-    spawn (it would import the parent's main script again).
+    A fresh interpreter: a fork would copy an engine and threads, and multiprocessing's spawn would
+    import the parent's main script again.
     """
 
     def __init__(self, timeout: float, memory_mb: int) -> None:
-        script = [os.path.abspath(__file__), "--grade-worker", str(timeout), str(memory_mb), str(os.getpid())]
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", *script], stdin=pipe, stdout=pipe, stderr=nowhere, bufsize=0
-        )
+        bounds = [str(timeout), str(memory_mb), str(os.getpid())]
+        command = [sys.executable, "-P", os.path.abspath(__file__), "--grade-worker", *bounds]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
         self.jobs = 0
 
     def ask(self, pair: tuple[str, str], timeout: float) -> str:
-        """One of "right", "wrong", "timeout" and "memory", or else how the worker died."""
+        """One of "right", "wrong", "timeout", "memory", or else how the worker died."""
         if self.jobs == 0 and (greeting := self._read(START_SECONDS)) != "ready":
             return f"at the start: {greeting}"
         self.jobs += 1
-        try:
-            self._process.stdin.write(json.dumps(pair).encode() + b"\n")
-        except BrokenPipeError:
-            return self._death()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(pair).encode() + b"\n")
         return self._read(timeout)
 
     def _read(self, seconds: float) -> str:
-        poll = select.poll()  # select() itself takes no file descriptor above 1023
-        poll.register(self._process.stdout, select.POLLIN)
+        # select() takes no file descriptor above 1023
+        poll = select.poll()
+        poll.register(self.process.stdout, select.POLLIN)
         if not poll.poll(1000 * seconds):
             return "timeout"
-        return self._process.stdout.readline().decode().strip() or self._death()
-
-    def _death(self) -> str:
-        code = self._process.wait()
-        # Aborts and segmentation faults are how C libraries take the memory bound; SIGKILL comes from elsewhere.
+        if reply := self.process.stdout.readline().decode().strip():
+            return reply
+        code = self.process.wait()
+        # C libraries meet the memory bound with an abort or a segmentation fault.
         return "memory" if -code in (signal.SIGABRT, signal.SIGSEGV) else f"exit code {code}"
 
-    def kill(self) -> None:
-        self._process.kill()
-
     def close(self) -> None:
-        self.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 def _serve(timeout: float, memory_mb: int, parent: int) -> None:
-    """A worker's life. It ends with its stdin, with its parent, or, busy, by its own alarm soon after the bound."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent cleans up
+    """A worker's life: it ends with its stdin, with its parent, or by its alarm after the time bound."""
+    # Ctrl-C reaches the process group; the parent cleans up.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    # What a library prints is no reply.
     replies = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)
     try:
         greeting = "ready" if _equivalent("\\frac{1}{2}", "0.5") else "math-verify cannot tell that 1/2 is 0.5"
     except (ImportError, MemoryError) as error:
@@ -310,7 +297,8 @@ def _serve(timeout: float, memory_mb: int, parent: int) -> None:
     os.write(replies, f"{greeting}\n".encode())
     while True:
         while not select.select([0], [], [], 1.0)[0]:
-            if os.getppid() != parent:  # a forked sibling may hold the pipe open when the parent is gone
+            # A forked sibling may hold the pipe open when the parent is gone.
+            if os.getppid() != parent:
                 return
         line = sys.stdin.buffer.readline()
         if not line:
@@ -325,10 +313,9 @@ def _serve(timeout: float, memory_mb: int, parent: int) -> None:
 
 
 def _equivalent(gold: str, answer: str) -> bool:
-    r"""Whether math-verify takes the two for equal. Both go in as `\boxed{…}`: bare LaTeX is often not found at all.
+    r"""Whether math-verify takes the two for equal. It often finds no bare LaTeX, hence the boxes.
 
-    The gold goes first, for the comparison is not symmetric. What cannot be parsed equals nothing here (equal
-    strings never come here). math-verify's own time-outs are off: they need a main thread and stop no C code.
+    The comparison is not symmetric. Its own time-outs are off: they do not stop C code.
     """
     from math_verify import parse, verify
 
@@ -340,13 +327,14 @@ def _equivalent(gold: str, answer: str) -> bool:
                 return True
         except MemoryError:
             raise
-        except Exception:  # parsers and sympy raise whatever they like on whatever a model writes
+        # Parsers and sympy raise anything on what a model writes.
+        except Exception:
             continue
     return False
 
 
 def _apart(gold: list[sympy.Basic | str], answer: list[sympy.Basic | str]) -> bool:
-    """Whether two small numbers differ: math-verify rounds decimals to 6 places and the rest to 15, 1e-27 to 0."""
+    """Whether two small numbers differ: math-verify rounds decimals to 6 places, others to 15."""
     values = [parsed[0] for parsed in (gold, answer)]
     if not all(getattr(value, "is_number", False) and value.is_real for value in values):
         return False
@@ -356,7 +344,7 @@ def _apart(gold: list[sympy.Basic | str], answer: list[sympy.Basic | str]) -> bo
 
 
 def _program_notation(text: str) -> str:
-    r"""Numbers and functions as programs write them, which a fifth of the golds of Minerva are, in LaTeX.
+    r"""LaTeX of numbers and functions as programs write them; a fifth of Minerva's golds are so.
 
     >>> _program_notation("3.83e35"), _program_notation("-1./3"), _program_notation("np.arcsin(10/13)")
     ('3.83 \\times 10^{35}', '-1/3', '\\arcsin(10/13)')

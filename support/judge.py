@@ -17,10 +17,11 @@ from tqdm import tqdm
 
 import voting
 from engine import Rollout
-from quality_head import QualityHead, auc, within_group_auc
+from quality_head import QualityHead
 from support.data import Prompt
-from support.evaluation import grade_rollouts
+from support.evaluation import grade
 from support.grader import Grader, Verdict
+from support.metrics import auc, interval, pass_at_k, within_group_auc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,12 +61,12 @@ class Judge:
 
     def __call__(self, rollouts: list[Rollout], prompts: dict[int, Prompt]) -> list[Candidates]:
         """The candidates of each prompt, in order of `prompts`. Pruned rollouts are left out: they have no answer to vote for."""
-        verdicts = grade_rollouts(rollouts, prompts, self.tokenizer, self.grader)
+        grade(rollouts, prompts, self.tokenizer, self.grader)
         found = {group: self.nobody() for group in prompts}
-        for rollout, verdict in zip(rollouts, verdicts):
-            if verdict is not None:
+        for rollout in rollouts:
+            if rollout.verdict is not None:
                 found[rollout.group].rollouts.append(rollout)
-                found[rollout.group].verdicts.append(verdict)
+                found[rollout.group].verdicts.append(Verdict(rollout.verdict, rollout.answer))
         for candidates in tqdm(found.values(), desc="answers", unit="problem", leave=False, disable=None):
             answers = [verdict.answer for verdict in candidates.verdicts]
             kinds = {verdict.answer: verdict.kind for verdict in candidates.verdicts}
@@ -120,11 +121,11 @@ def sample_scores(problems: Sequence[Candidates], n: int) -> dict[str, list[floa
     """avg@n, and unbiased pass@k for k = 1, 2, 4 ... n, of each problem. A problem without candidates has none right."""
     right = [candidates.count_right for candidates in problems]
     scores = {f"avg@{n}": [count / n for count in right]}
-    return scores | {f"pass@{k}": [voting.pass_at_k(n, count, k) for count in right] for k in voting.sizes(n)}
+    return scores | {f"pass@{k}": [pass_at_k(n, count, k) for count in right] for k in voting.sizes(n)}
 
 
 def with_interval(values: list[float], seed: int) -> dict[str, float]:
-    low, high = voting.interval(values, seed)
+    low, high = interval(values, seed)
     return {"value": statistics.fmean(values), "low": low, "high": high}
 
 
@@ -134,8 +135,7 @@ def candidates_curve(every: Sequence[Candidates], n: int, share: float, seed: in
     problems = [(candidates.classes, candidates.signals, candidates.right) for candidates in sampled]
     curves = voting.curve(problems, share, seed=seed)
     curves["oracle"] = [
-        statistics.fmean(voting.pass_at_k(n, candidates.count_right, k) for candidates in sampled)
-        for k in voting.sizes(n)
+        statistics.fmean(pass_at_k(n, candidates.count_right, k) for candidates in sampled) for k in voting.sizes(n)
     ]
     return {name: [value * len(sampled) / len(every) for value in values] for name, values in curves.items()}
 

@@ -21,7 +21,8 @@ from engine import Engine
 from support import data
 from support.args import Args, fail
 from support.distributed import say
-from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
+from support.evaluation import EvalSet, contaminated, load_benchmark, make_benchmark
+from tiny.sums import sums_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet]]:
     """Prompts to train on and the sets to evaluate on; says in a line each what they are, ends the program where none is left."""
     try:
-        problems, line = data.load(args.dataset, args.seed)
-        built_in, held_out = data.sums_range(args.dataset), []
+        problems, line = data.load(args.dataset, args.seed, args.dataset_config, args.dataset_split)
+        built_in, held_out = sums_range(args.dataset), []
         if "held-out" in args.eval_data and not built_in:
             random.Random(0).shuffle(problems)  # not the run's seed: runs are compared on the same held-out problems
             cut = min(args.eval_problems, len(problems) // 10)
@@ -41,8 +42,8 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
         benchmarks = []
         for spec in args.eval_data:
             if spec == "held-out" and not built_in:
-                benchmarks.append(held_out_benchmark(held_out))
-            elif args.eval_problems or not data.sums_range(spec if spec != "held-out" else args.dataset):
+                benchmarks.append(make_benchmark("held-out", held_out, "avg", "the training set"))
+            elif args.eval_problems or not sums_range(spec if spec != "held-out" else args.dataset):
                 found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
                 benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
     except ValueError as error:
@@ -52,7 +53,10 @@ def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet
             fail(
                 f"--eval-data: {count} sets are called {name}, and so are their scores; rename a file, or leave one out"
             )
-    prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    try:
+        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    except ValueError as error:
+        fail(str(error))
     if not prompts:
         fail(
             f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})"

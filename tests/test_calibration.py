@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import io
 import math
+from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 
 import pytest
@@ -12,22 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import calibration
 from calibration import (
     Calibrator,
+    Settings,
     SystematicDraw,
+    Tilt,
     bin_index,
     draw_bernoulli,
-    ece,
     posterior_table,
     solve_bias,
     survival_probability,
     tilt_group,
     tilt_printed,
+    tilts,
 )
+from support.metrics import ece
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 thousandths = st.integers(0, 1000).map(lambda n: Fraction(n, 1000))
 unit = st.integers(0, 1000).map(lambda n: n / 1000)
+PAPER = Settings(balance=0.5)  # lambda 1/2; kappa, rho and the bounds are the defaults
+UNCLIPPED = replace(PAPER, p_min=0.0, p_max=1.0)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -59,7 +67,10 @@ def test_bin_edges() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5, 100, 300])
 def test_counts_sum_to_the_window(size: int) -> None:
-    """texttron/BrowseComp-Plus#18: no bin is skipped, at any size; the window holds the newest entries."""
+    """texttron/BrowseComp-Plus#18: no bin is skipped, at any size.
+
+    The window holds the newest entries.
+    """
     calibrator = Calibrator(bins=128, window=100)
     scores, labels = sample(size, seed=size)
     scores[:1] = 1.0
@@ -125,7 +136,10 @@ def test_empty_bin_limits() -> None:
 
 
 def test_one_window_keeps_the_prior() -> None:
-    """A fifth of all rollouts is right. Two buffers of the same cap would make it half and shift every posterior."""
+    """A fifth of all rollouts is right, and so says the prior.
+
+    Two buffers of the same cap would make it half and shift every posterior.
+    """
     g = generator(1)
     truth = 0.1 + 0.2 * torch.rand(40_000, generator=g)
     labels = torch.rand(40_000, generator=g) < truth
@@ -141,15 +155,18 @@ def test_one_window_keeps_the_prior() -> None:
 
 
 @pytest.mark.parametrize("tilt", ["printed", "group"])
-def test_labels_of_survivors_do_not_bias_the_posterior(tilt: str) -> None:
-    """Survival depends on a rollout through its bin (and group): with a sufficient score, q(b) stays what it was."""
+def test_labels_of_survivors_do_not_bias_the_posterior(tilt: Tilt) -> None:
+    """Survival depends on a rollout through its bin (and group).
+
+    So, with a sufficient score, q(b) stays what it was.
+    """
     scores, labels = sample(60_000, seed=2)
     groups = torch.arange(60_000) // 16
     everyone = Calibrator(bins=8, window=60_000)
     everyone.label(scores, labels)
     q = everyone.posterior(scores)
-    tilts = tilt_group(q, groups, 0.5, 2.0, 0.5) if tilt == "group" else tilt_printed(q, 2.0, 0.5)
-    p = survival_probability(tilts, 0.0, 0.5, 0.05, 0.95)
+    settings = Settings(tilt=tilt)
+    p = survival_probability(tilts(q, groups, settings), 0.0, settings)
     keep = draw_bernoulli(p, generator(3))
     assert abs(labels[keep].double().mean() - labels.double().mean()) > 0.05  # the survivors are another population
     survivors = Calibrator(bins=8, window=60_000)
@@ -168,39 +185,45 @@ def test_labels_of_survivors_do_not_bias_the_posterior(tilt: str) -> None:
 def test_lemma_4_1(q: list[Fraction], target: Fraction) -> None:
     """Lemma 4.1 with the condition that its proof leaves out.
 
-    Removing j moves the mean by (mu - q_j) / (G - 1). When that is towards rho, the deviation shrinks if and only if
-    the step does not jump past rho by as much as was missing: |q_j - mu| < 2 (G - 1) |mu - rho|. And the group tilt
-    lowers the survival of exactly the rollouts that the lemma would remove.
+    Removing j moves the mean by (mu - q_j) / (G - 1). When that is towards rho, the deviation
+    shrinks if and only if the step does not jump past rho by as much as was missing:
+    |q_j - mu| < 2 (G - 1) |mu - rho|. And the group tilt lowers the survival of exactly the
+    rollouts that the lemma would remove.
     """
     mean = sum(q) / len(q)
-    tilts = tilt_group(torch.tensor([float(x) for x in q]), one_group(q), 0.5, 0.5, float(target))
+    tilt = tilt_group(torch.tensor([float(x) for x in q]), one_group(q), replace(PAPER, positive_target=float(target)))
     for j, q_j in enumerate(q):
         if (mean - target) * (q_j - mean) <= 0:  # not one of those that the lemma removes
-            assert tilts[j] > -1e-6
+            assert tilt[j] > -1e-6
             continue
         without = (sum(q) - q_j) / (len(q) - 1)
         shrinks = abs(without - target) < abs(mean - target)
         assert shrinks == (abs(q_j - mean) < 2 * (len(q) - 1) * abs(mean - target))
-        assert tilts[j] < 0
+        assert tilt[j] < 0
 
 
 def test_lemma_4_1_needs_its_condition() -> None:
-    """As printed it fails: q = (1, 0.4), rho = 0.6, so mu = 0.7, and without the 1 the mean is 0.4, twice as far away.
+    """As printed it fails for q = (1, 0.4) and rho = 0.6, so that mu = 0.7.
 
-    The group tilt stops short of that: it lowers p of the 1 just so far that the expected ratio is rho.
+    Without the 1 the mean is 0.4, twice as far away. The group tilt stops short of that: it lowers
+    p of the 1 just so far that the expected ratio is rho.
     """
     q = torch.tensor([1.0, 0.4], dtype=torch.float64)
     assert abs(q[1] - 0.6) > abs(q.mean() - 0.6)
-    p = 0.5 + tilt_group(q, one_group(q), 0.5, 1.0, 0.6)
+    p = 0.5 + tilt_group(q, one_group(q), Settings(positive_target=0.6, balance=1.0))
     assert p[0] < p[1] and ((p * q).sum() / p.sum()).item() == pytest.approx(0.6)
 
 
 @quick
 @given(q=st.lists(unit, min_size=2, max_size=16), target=unit, balance=st.sampled_from([0.1, 0.5]))
 def test_group_tilt_moves_towards_the_target(q: list[float], target: float, balance: float) -> None:
-    """The expected positive ratio of the kept goes towards rho and never past it (kappa = lambda = 1/2: no clip)."""
+    """The expected positive ratio of the kept goes towards rho and never past it.
+
+    kappa = 1/2 and lambda <= 1/2, so that no p is clipped.
+    """
     q_ = torch.tensor(q, dtype=torch.float64)
-    p = survival_probability(tilt_group(q_, one_group(q), 0.5, balance, target), 0.0, 0.5, 0.0, 1.0)
+    settings = replace(UNCLIPPED, balance=balance, positive_target=target)
+    p = survival_probability(tilt_group(q_, one_group(q), settings), 0.0, settings)
     before, after = q_.mean().item(), ((p * q_).sum() / p.sum()).item()
     assert p.mean().item() == pytest.approx(0.5, abs=1e-9)
     assert min(before, target) - 1e-9 <= after <= max(before, target) + 1e-9
@@ -210,7 +233,7 @@ def test_group_tilt_moves_towards_the_target(q: list[float], target: float, bala
 
 def test_group_tilt_reaches_the_target_when_unbounded() -> None:
     q = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    tilt = tilt_group(q, one_group(q), 0.5, 100.0, 0.28)
+    tilt = tilt_group(q, one_group(q), Settings(balance=100.0, positive_target=0.28))
     p = 0.5 + tilt
     assert ((p * q).sum() / p.sum()).item() == pytest.approx(0.28)
 
@@ -218,10 +241,14 @@ def test_group_tilt_reaches_the_target_when_unbounded() -> None:
 @quick
 @given(q=st.lists(unit, min_size=2, max_size=16), target=unit)
 def test_printed_tilt_falls_with_q(q: list[float], target: float) -> None:
-    """Eq. 2 as printed lowers the positive ratio in every group: away from rho where the mean is below it."""
+    """Eq. 2 as printed lowers the positive ratio in every group.
+
+    That is away from rho where the mean is below it.
+    """
     q_ = torch.tensor(q, dtype=torch.float64)
-    tilt = tilt_printed(q_, 0.5, target)
-    p = survival_probability(tilt, solve_bias(tilt, 0.5, 0.0, 1.0), 0.5, 0.0, 1.0)
+    settings = replace(UNCLIPPED, positive_target=target)
+    tilt = tilt_printed(q_, settings)
+    p = survival_probability(tilt, solve_bias(tilt, settings), settings)
     after = ((p * q_).sum() / p.sum()).item()
     assert after <= q_.mean().item() + 1e-9
     if q_.var() > 1e-6:
@@ -232,29 +259,32 @@ def test_group_tilt_is_the_printed_one_above_the_target() -> None:
     """Up to the bias, where lambda binds; and its mirror image below the target."""
     q = torch.tensor([0.7, 0.8, 0.9, 0.3, 0.2, 0.1], dtype=torch.float64)
     groups = torch.tensor([5, 5, 5, -2, -2, -2])
-    tilt = tilt_group(q, groups, 0.5, 0.5, 0.5)
+    tilt = tilt_group(q, groups, PAPER)
     torch.testing.assert_close(tilt[:3], 0.5 * (0.8 - q[:3]))
     torch.testing.assert_close(tilt[3:], 0.5 * (q[3:] - 0.2))
 
 
 def test_group_tilt_degenerate_groups() -> None:
-    """Equal posteriors, a singleton, a mean on the target, a NaN: all finite, the NaN row alone NaN, and then kept."""
+    """Equal posteriors, a singleton, a mean on the target, a NaN.
+
+    All tilts are finite but the NaN row's, which is kept.
+    """
     q = torch.tensor([0.3, 0.3, 0.9, 0.4, 0.6, 0.2, math.nan, 0.4], dtype=torch.float64)
     groups = torch.tensor([0, 0, 1, 2, 2, 3, 3, 3])
-    tilt = tilt_group(q, groups, 0.5, 0.5, 0.5)
+    tilt = tilt_group(q, groups, PAPER)
     assert tilt[:5].abs().max() < 1e-12
-    unbounded, without = (tilt_group(q[rows], groups[rows], 0.5, 100.0, 0.5) for rows in (slice(None), [5, 7]))
+    unbounded, without = (tilt_group(q[rows], groups[rows], Settings(balance=100.0)) for rows in (slice(None), [5, 7]))
     torch.testing.assert_close(unbounded[[5, 7]], without)
     assert tilt.isnan().tolist() == [False] * 6 + [True, False]
-    p = survival_probability(tilt, 0.0, 0.5, 0.05, 0.95)
-    assert p[6] == 1 and p.isfinite().all() and tilt_group(q[:0], groups[:0], 0.5, 0.5, 0.5).shape == (0,)
+    p = survival_probability(tilt, 0.0, PAPER)
+    assert p[6] == 1 and p.isfinite().all() and tilt_group(q[:0], groups[:0], PAPER).shape == (0,)
 
 
 def test_group_tilt_ignores_row_order() -> None:
     q, groups = torch.rand(64, generator=generator(4)), torch.arange(64) // 16 * 1000
     order = torch.randperm(64, generator=generator(5))
-    tilt = tilt_group(q, groups, 0.5, 0.5, 0.5)
-    torch.testing.assert_close(tilt_group(q[order], groups[order], 0.5, 0.5, 0.5), tilt[order])
+    tilt = tilt_group(q, groups, PAPER)
+    torch.testing.assert_close(tilt_group(q[order], groups[order], PAPER), tilt[order])
 
 
 # --- bias ------------------------------------------------------------------------------------------------------------
@@ -262,51 +292,74 @@ def test_group_tilt_ignores_row_order() -> None:
 
 @quick
 @given(
-    tilts=st.lists(st.floats(-3, 3), min_size=1, max_size=40),
+    values=st.lists(st.floats(-3, 3), min_size=1, max_size=40),
     keep_ratio=st.sampled_from([0.05, 0.06, 0.25, 0.5, 0.75, 0.95]),
 )
-def test_mean_survival_is_the_keep_ratio(tilts: list[float], keep_ratio: float) -> None:
+def test_mean_survival_is_the_keep_ratio(values: list[float], keep_ratio: float) -> None:
     """E[p] = kappa within 1e-6, also where most of the p's are clipped."""
-    tilt = torch.tensor(tilts, dtype=torch.float64)
-    p = survival_probability(tilt, solve_bias(tilt, keep_ratio, 0.05, 0.95), keep_ratio, 0.05, 0.95)
+    tilt, settings = torch.tensor(values, dtype=torch.float64), Settings(keep_ratio)
+    p = survival_probability(tilt, solve_bias(tilt, settings), settings)
     assert abs(p.mean().item() - keep_ratio) < 1e-6 and p.min() >= 0.05 and p.max() <= 0.95
 
 
-def test_bias_refuses_what_it_cannot_reach() -> None:
-    for keep_ratio in (0.04, 0.96, 1.0):
-        with pytest.raises(ValueError, match="keep ratio"):
-            solve_bias(torch.zeros(4), keep_ratio, 0.05, 0.95)
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *[{"keep_ratio": keep_ratio} for keep_ratio in (0.04, 0.96, 1.0, math.nan)],
+        {"p_min": -0.1},
+        {"p_max": 1.1},
+        {"p_min": 0.6, "p_max": 0.4},
+        *[{"positive_target": target} for target in (-0.1, 1.1, math.nan)],
+        *[{"balance": balance} for balance in (-1.0, math.inf, math.nan)],
+        {"tilt": "other"},
+    ],
+)
+def test_settings_refuse_what_cannot_work(odd: dict) -> None:
+    """No bias reaches a keep ratio outside [p_min, p_max]; the sentence names the value."""
+    with pytest.raises(ValueError, match=next(iter(odd))):
+        Settings(**odd)
+
+
+def test_settings_do_not_change() -> None:
+    """The bias is cached by settings."""
+    with pytest.raises(FrozenInstanceError):
+        PAPER.keep_ratio = 0.4  # type: ignore[misc]
+
+
+def test_bias_needs_tilts() -> None:
     for tilt in (torch.empty(0), torch.tensor([0.0, math.nan])):
         with pytest.raises(ValueError, match="at least one tilt"):
-            solve_bias(tilt, 0.5, 0.05, 0.95)
+            solve_bias(tilt, PAPER)
 
 
 @pytest.mark.parametrize("tilt", ["printed", "group"])
-def test_bias_is_solved_over_all_scored_rollouts(tilt: str) -> None:
+def test_bias_is_solved_over_all_scored_rollouts(tilt: Tilt) -> None:
     """The window of observed scores decides, not that of labelled ones, and new data moves it."""
-    calibrator = Calibrator(bins=16, window=320)
+    calibrator, settings = Calibrator(bins=16, window=320), Settings(0.4, tilt=tilt)
     calibrator.label(*sample(320, seed=6))
     assert not calibrator.ready
     with pytest.raises(ValueError):
-        calibrator.bias(tilt, 0.5, 2.0, 0.5, 0.05, 0.95)
+        calibrator.bias(settings)
     for seed in (7, 8):
         arrivals, groups = torch.rand(320, generator=generator(seed)), torch.arange(320) // 16 + 100 * seed
         calibrator.observe(arrivals, groups)  # as many as the window holds
-        bias = calibrator.bias(tilt, 0.4, 2.0, 0.5, 0.05, 0.95)
-        q = calibrator.posterior(arrivals)
-        tilts = tilt_group(q, groups, 0.4, 2.0, 0.5) if tilt == "group" else tilt_printed(q, 2.0, 0.5)
-        assert survival_probability(tilts, bias, 0.4, 0.05, 0.95).mean().item() == pytest.approx(0.4, abs=1e-6)
+        bias, q = calibrator.bias(settings), calibrator.posterior(arrivals)
+        tilted = tilt_group(q, groups, settings) if tilt == "group" else tilt_printed(q, settings)
+        p = survival_probability(tilted, bias, settings)
+        assert p.mean().item() == pytest.approx(0.4, abs=1e-6)
+        assert calibrator.survival(q, groups, settings).equal(p)
     calibrator.label(*sample(320, seed=9))
-    assert calibrator.bias(tilt, 0.4, 2.0, 0.5, 0.05, 0.95) != bias
-    with pytest.raises(ValueError, match="tilt"):
-        calibrator.bias("other", 0.4, 2.0, 0.5, 0.05, 0.95)
+    assert calibrator.bias(settings) != bias and calibrator.bias(replace(settings, balance=1.0)) != bias
 
 
 # --- draws -----------------------------------------------------------------------------------------------------------
 
 
 def test_draws_have_the_same_marginals() -> None:
-    """20,000 draws of 12 rollouts in two groups: each keep rate within 4.5 standard errors of p, for both draws."""
+    """20,000 draws of 12 rollouts in two groups, both ways.
+
+    Each keep rate lies within 4.5 standard errors of p.
+    """
     p = torch.linspace(0.05, 0.95, 12, dtype=torch.float64)
     groups = torch.tensor([0, 1] * 6)
     g, rounds = generator(10), 20_000
@@ -319,7 +372,10 @@ def test_draws_have_the_same_marginals() -> None:
 @quick
 @given(p=st.lists(unit, min_size=1, max_size=16))
 def test_systematic_marginals_are_exact(p: list[float]) -> None:
-    """Integrated over u: decisions change only where u + C_k is an integer, so the pieces in between add up to p."""
+    """Integrated over u, the decisions are p.
+
+    They change only where u + C_k is an integer, so that the pieces in between add up.
+    """
     p_ = torch.tensor(p, dtype=torch.float64)
     group = torch.zeros(len(p), dtype=torch.int64)
     points = sorted({0.0, 1.0, *((-p_.cumsum(0)) % 1).tolist()})
@@ -349,7 +405,10 @@ def test_systematic_survivors_stay_within_one(arrivals: list[tuple[int, float]],
 
 
 def test_draws_obey_certainty_and_their_generator() -> None:
-    """p = 1 always keeps and p = 0 never; the global generator is neither used nor moved (vllm#8519)."""
+    """p = 1 always keeps and p = 0 never.
+
+    The global generator is neither used nor moved (vllm#8519).
+    """
     p, groups = torch.tensor([1.0, 0.0] * 500), torch.arange(1000) // 10
     for draw in (lambda g, p: draw_bernoulli(p, g), lambda g, p: SystematicDraw(g)(p, groups)):
         before = torch.get_rng_state()
@@ -378,18 +437,18 @@ def test_scores_that_are_not_numbers() -> None:
     calibrator.label(bad, torch.ones(3))
     after = calibrator.state_dict()
     assert calibrator.rejected == after.pop("rejected") == 3 and all(after[name].equal(before[name]) for name in after)
-    for tilt in (
-        tilt_printed(calibrator.posterior(bad), 0.5, 0.5),
-        tilt_group(calibrator.posterior(bad), torch.zeros(3, dtype=torch.int64), 0.5, 0.5, 0.5),
-    ):
-        p = survival_probability(tilt, 0.0, 0.5, 0.05, 0.95)
+    for tilt in ("printed", "group"):
+        p = calibrator.survival(calibrator.posterior(bad), torch.zeros(3, dtype=torch.int64), Settings(tilt=tilt))
         assert draw_bernoulli(p, generator()).all() and SystematicDraw(generator())(p, torch.zeros(3)).all()
 
 
 @pytest.mark.parametrize("label", [0, 1])
 @pytest.mark.parametrize("tilt", ["printed", "group"])
-def test_one_class(label: int, tilt: str) -> None:
-    """Project-MONAI/MONAI#8707: only right or only wrong rollouts so far: q is that class, p = kappa for all."""
+def test_one_class(label: int, tilt: Tilt) -> None:
+    """Project-MONAI/MONAI#8707: only right or only wrong rollouts so far.
+
+    q is that class, and p = kappa for all.
+    """
     calibrator = Calibrator()
     scores = torch.rand(50, generator=generator(15))
     groups = torch.arange(50) // 16
@@ -397,8 +456,7 @@ def test_one_class(label: int, tilt: str) -> None:
     calibrator.label(scores, torch.full((50,), float(label)))
     q = calibrator.posterior(scores)
     assert q.tolist() == [label] * 50 and calibrator.prior == label
-    tilts = tilt_group(q, groups, 0.5, 0.5, 0.5) if tilt == "group" else tilt_printed(q, 0.5, 0.5)
-    p = survival_probability(tilts, calibrator.bias(tilt, 0.5, 0.5, 0.5, 0.05, 0.95), 0.5, 0.05, 0.95)
+    p = calibrator.survival(q, groups, replace(PAPER, tilt=tilt))
     torch.testing.assert_close(p, torch.full_like(p, 0.5), rtol=0, atol=1e-6)
 
 
@@ -422,7 +480,10 @@ def test_labels_are_verdicts() -> None:
 
 
 def test_state_round_trip() -> None:
-    """EasyR1#57, transformers#40500: through torch.load(weights_only=True), the same decisions; later data lands the same too."""
+    """EasyR1#57, transformers#40500: the same decisions after torch.load(weights_only=True).
+
+    Later data lands the same too.
+    """
     scores, labels = sample(500, seed=16)
     groups = torch.arange(500) // 16
     first, second = Calibrator(window=300), Calibrator(window=300)
@@ -436,11 +497,15 @@ def test_state_round_trip() -> None:
         calibrator.label(scores[1::2], labels[1::2])
     assert first.posterior(scores).equal(second.posterior(scores)) and first.rejected == second.rejected == 1
     for tilt in ("printed", "group"):
-        assert first.bias(tilt, 0.5, 0.5, 0.5, 0.05, 0.95) == second.bias(tilt, 0.5, 0.5, 0.5, 0.05, 0.95)
+        settings = replace(PAPER, tilt=tilt)
+        assert first.bias(settings) == second.bias(settings)
 
 
 def test_state_of_another_bin_count() -> None:
-    """EFS-OpenSource/calibration-framework#19: saved with B = 16, loaded with B = 128 (or a smaller window): as if the newest rows had been binned there."""
+    """EFS-OpenSource/calibration-framework#19: saved with B = 16, loaded with B = 128, less window.
+
+    It is as if the newest rows had been binned there.
+    """
     scores, labels = sample(500, seed=17)
     saved, loaded, direct = Calibrator(bins=16), Calibrator(bins=128, window=200), Calibrator(bins=128, window=200)
     for calibrator in (saved, direct):
@@ -448,15 +513,9 @@ def test_state_of_another_bin_count() -> None:
         calibrator.observe(scores, torch.arange(500) // 16)
     loaded.load_state_dict(saved.state_dict())
     assert loaded.posterior(scores).equal(direct.posterior(scores)) and loaded.counts()[0].shape == (128,)
-    assert loaded.bias("group", 0.5, 0.5, 0.5, 0.05, 0.95) == direct.bias("group", 0.5, 0.5, 0.5, 0.05, 0.95)
+    assert loaded.bias(PAPER) == direct.bias(PAPER)
 
 
-def test_ece() -> None:
-    """By hand: two bins, 3 rows at 0.2 with one right (gap 0.4/3 each), one row at 0.9 that is wrong (gap 0.9)."""
-    q, labels = torch.tensor([0.2, 0.2, 0.2, 0.9]), torch.tensor([1, 0, 0, 0])
-    assert ece(q, labels, bins=2) == pytest.approx((abs(0.6 - 1) + 0.9) / 4)
-    unscored = torch.tensor([math.nan])
-    assert ece(torch.cat([unscored, q]), torch.tensor([1, 1, 0, 0, 0]), bins=2) == ece(q, labels, bins=2)
-    scores, right = sample(20_000, seed=18)
-    assert ece(scores, right) < 0.015 < 0.3 < ece(1 - scores, right)
-    assert math.isnan(ece(q[:0], labels[:0]))
+def test_doctests_of_the_module() -> None:
+    results = doctest.testmod(calibration)
+    assert results.attempted > 0 and results.failed == 0

@@ -218,7 +218,7 @@ def test_each_answer_gets_what_it_is_worth(grader: Grader) -> None:
 
 
 def test_the_kinds_of_verdict_and_their_rewards(grader: Grader) -> None:
-    """miles#2800: no gold is no fault of the response, so there is no label. A number as gold is a gold (Skills#1074)."""
+    """miles#2800: no gold is no fault of the response, so no label. A number is a gold (Skills#1074)."""
     texts, golds = [r"\boxed{5}", r"\boxed{6}", "5", r"\boxed{5}", r"\boxed{5}"], ["5", "5", "5", "", None]
     kinds = ["right", "wrong", "no answer", "bad gold", "bad gold"]
     verdicts = grader.grade(texts, golds)

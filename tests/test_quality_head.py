@@ -1,4 +1,4 @@
-"""The head, its training and its metrics; faults that other reward heads had."""
+"""The head and its training; faults that other reward heads had."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quality_head import MAX_MINIBATCHES, HeadTrainer, QualityHead, auc, head_metrics, spearman, within_group_auc
+from quality_head import MAX_MINIBATCHES, HeadTrainer, QualityHead
+from support.metrics import auc
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
-rows = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=30)
 
 
 def toy(count: int, seed: int, size: int = 16) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,10 @@ def test_no_gradient_reaches_the_policy() -> None:
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
-    """vllm#8519: an engine that reseeds the process changes nothing, and the head leaves the global generator alone."""
+    """vllm#8519: an engine that reseeds the process changes nothing.
+
+    The head leaves the global generator alone.
+    """
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = parameters(QualityHead(8, seed=5))
@@ -81,7 +84,10 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_recovers_from_one_class() -> None:
-    """MedicalGPT#263: 50 rounds of right answers only, then balanced ones: logits stay bounded and the head learns."""
+    """MedicalGPT#263: 50 rounds of right answers only, then balanced ones.
+
+    Logits stay bounded and the head learns.
+    """
     trainer = HeadTrainer(QualityHead(16), passes=1, batch_size=64, capacity=256)
     test_states, test_labels = toy(500, seed=1)
     for step in range(50):
@@ -123,7 +129,10 @@ def test_buffer_keeps_the_newest(sizes: list[int]) -> None:
 
 
 def test_buffer_refuses_what_is_not_a_sample() -> None:
-    """Non-finite states are left out (one would turn every weight to NaN); labels are verdicts (miles#2800)."""
+    """Non-finite states are left out: one would turn every weight to NaN.
+
+    Labels are verdicts (miles#2800).
+    """
     trainer = HeadTrainer(QualityHead(4), capacity=8)
     states, labels = toy(4, seed=4, size=4)
     states[1, 2], states[3, 0] = math.nan, math.inf
@@ -136,7 +145,10 @@ def test_buffer_refuses_what_is_not_a_sample() -> None:
 
 @pytest.mark.parametrize("capacity", [64, 300])
 def test_resume_is_exact(capacity: int) -> None:
-    """EasyR1#57, transformers#40500: six rounds straight equal three, a file read with weights_only, and three; ring full or not."""
+    """EasyR1#57, transformers#40500: six rounds straight equal three, a file, and three.
+
+    The file is read with weights_only; the ring is full, or not.
+    """
 
     def rounds(trainer: HeadTrainer, steps: range) -> None:
         for step in steps:
@@ -158,7 +170,10 @@ def test_resume_is_exact(capacity: int) -> None:
 
 
 def test_resume_keeps_the_new_flags_and_refuses_damage() -> None:
-    """lr comes from the constructor, not from the file; a damaged generator is an error, not a warning."""
+    """lr comes from the constructor, not from the file.
+
+    A damaged generator is an error, not a warning.
+    """
     trainer = HeadTrainer(QualityHead(16), lr=1e-3, capacity=100)
     trainer.add(*toy(90, seed=6))
     trainer.train()
@@ -169,59 +184,3 @@ def test_resume_keeps_the_new_flags_and_refuses_damage() -> None:
     assert smaller.state_dict()["states"].equal(trainer.state_dict()["states"][-40:])
     with pytest.raises((RuntimeError, TypeError)):
         smaller.load_state_dict({**trainer.state_dict(), "generator": torch.zeros(3, dtype=torch.uint8)})
-
-
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
-def pairwise(data: list[tuple[int, int, int]]) -> float:
-    """AUC within groups by looking at every pair."""
-    wins = [(a > b) + (a == b) / 2 for a, y, g in data for b, z, h in data if y == 1 and z == 0 and g == h]
-    return sum(wins) / len(wins) if wins else math.nan
-
-
-@quick
-@given(data=rows)
-def test_auc_counts_pairs(data: list[tuple[int, int, int]]) -> None:
-    scores, labels, groups = torch.tensor(data).T
-    groups = groups * 1000 - 7  # ids are arbitrary
-    assert within_group_auc(scores / 5, labels, groups) == pytest.approx(pairwise(data), nan_ok=True)
-    assert auc(scores / 5, labels) == pytest.approx(pairwise([(s, y, 0) for s, y, _ in data]), nan_ok=True)
-
-
-@quick
-@given(data=rows)
-def test_spearman_is_pearson_on_mean_ranks(data: list[tuple[int, int, int]]) -> None:
-    def ranks(values: list[int]) -> list[float]:
-        return [sum(w < v for w in values) + (sum(w == v for w in values) + 1) / 2 for v in values]
-
-    scores, labels = [s for s, _, _ in data], [y for _, y, _ in data]
-    got = spearman(torch.tensor(scores), torch.tensor(labels))
-    if len(set(scores)) == 1 or len(set(labels)) == 1:
-        assert math.isnan(got)
-    else:
-        exact = torch.corrcoef(torch.tensor([ranks(scores), ranks(labels)], dtype=torch.float64))[0, 1].item()
-        assert got == pytest.approx(exact, abs=1e-9)
-
-
-def test_easy_prompts_are_not_good_rollouts() -> None:
-    """A head that knows only which prompt is easy: good over all rollouts, useless within groups."""
-    groups = torch.arange(8) // 4
-    labels = torch.tensor([1, 1, 1, 0, 0, 0, 0, 1])
-    scores = torch.tensor([0.8] * 4 + [0.3] * 4)
-    expected = {"auc": 0.75, "auc_within": 0.5, "accuracy": 0.75, "base_rate": 0.5, "spearman": 0.5}
-    assert head_metrics(scores, labels, groups) == pytest.approx(expected)
-
-
-def test_metrics_of_odd_input() -> None:
-    """MedicalGPT#263: one class, nothing at all, a NaN score: no exception; and logits are not taken for scores."""
-    one = head_metrics(torch.tensor([0.2, 0.9]), torch.ones(2), torch.zeros(2, dtype=torch.int64))
-    assert math.isnan(one["auc"]) and math.isnan(one["spearman"]) and one["base_rate"] == 1 and one["accuracy"] == 0.5
-    empty = head_metrics(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64))
-    assert all(math.isnan(value) for value in empty.values())
-    scores, labels = torch.tensor([0.9, math.nan, 0.1]), torch.tensor([1, 0, 0])
-    assert head_metrics(scores, labels, torch.tensor([0, 0, 0]))["auc"] == 1
-    mostly_wrong = head_metrics(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1, 0, 0, 0]), torch.zeros(4))
-    assert mostly_wrong["base_rate"] == 0.75 and mostly_wrong["accuracy"] == 1
-    with pytest.raises(ValueError, match="sigmoid"):
-        head_metrics(torch.tensor([3.0, -2.0]), torch.tensor([1, 0]), torch.tensor([0, 0]))

@@ -17,9 +17,9 @@ from ranks_worker import FLAGS
 from safetensors.torch import load_file
 
 from arrol import Trainer
-from quality_head import head_metrics
 from support.args import TINY, parse
 from support.grader import Verdict
+from support.metrics import head_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ("grpo", "dapo", "one prompt")

@@ -9,9 +9,7 @@ import random
 import statistics
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from hypothesis import strategies as st
 
 import voting
 from support.grader import Grader
+from support.metrics import pass_at_k
 from voting import (
     RULES,
     SIGNALS,
@@ -30,10 +29,8 @@ from voting import (
     best_of,
     bottom_windows,
     curve,
-    interval,
     lowest_window,
     mean_confidence,
-    pass_at_k,
     probabilities,
     rank_weights,
     representative,
@@ -361,29 +358,6 @@ def test_a_share_of_one_filters_nothing() -> None:
 # --- the table's numbers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "n, c, k, expected", [(4, 1, 4, 1), (200, 1, 1, 0.005), (16, 4, 8, 25 / 26), (10, 3, 5, 11 / 12), (5, 2, 3, 0.9)]
-)
-def test_pass_at_k_is_the_closed_form(n: int, c: int, k: int, expected: float) -> None:
-    """verl#7240: a bootstrap with replacement gives 0.684 where 1 of 4 is right and k = 4."""
-    assert pass_at_k(n, c, k) == expected
-
-
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
-    for n in range(1, 8):
-        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-            hits = [min(subset) < c for subset in itertools.combinations(range(n), k)]
-            assert pass_at_k(n, c, k) == float(Fraction(sum(hits), len(hits)))
-    assert pass_at_k(4000, 2, 2000) == 1 - (2000 * 1999) / (4000 * 3999)  # C(4000, 2000) is no float
-
-
-@pytest.mark.parametrize("n, c, k", [(2, 0, 5), (0, 0, 1), (4, 5, 1), (4, -1, 1), (4, 1, 0)])
-def test_pass_at_k_of_too_few_samples_is_an_error(n: int, c: int, k: int) -> None:
-    """openai/human-eval#35: with k > n and none right it gave 1."""
-    with pytest.raises(ValueError):
-        pass_at_k(n, c, k)
-
-
 def test_two_problems_with_four_samples_each() -> None:
     """lm-evaluation-harness#3248: avg@k is the mean over all samples, and not the first one's."""
     verdicts = [[1, 0, 0, 0], [0, 1, 1, 1]]
@@ -395,34 +369,6 @@ def test_two_problems_with_four_samples_each() -> None:
     assert majority == [0, 1]
     rights = [{c for c, right in zip(of, row) if right} for of, row in zip(classes, verdicts)]
     assert curve([(of, {}, right) for of, right in zip(classes, rights)], 0.1)["majority"][::2] == [0.5, 0.5]
-
-
-def test_the_interval_is_made_of_binomial_quantiles() -> None:
-    """The mean of n resampled zeros and ones is Binomial(n, share of ones) / n: P(<= 39) < 0.025 < P(<= 40) for 100."""
-    values = [0.0, 1.0] * 50
-    assert interval(values) == (0.4, 0.6) == interval(values, seed=1)
-    assert interval(values, level=0.9) == (0.42, 0.58)  # P(<= 41) < 0.05 < P(<= 42)
-    assert interval([0.3]) == (0.3, 0.3) and interval(values[:9], seed=4) == interval(values[:9], seed=4)
-    for bad in ([], [0.5, math.nan]):
-        with pytest.raises(ValueError, match="values"):
-            interval(bad)
-
-
-def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(0)
-    held = [
-        low <= 1.0 <= high
-        for low, high in (interval(rng.exponential(size=80), seed=i, resamples=400) for i in range(300))
-    ]
-    assert 0.90 < statistics.mean(held) < 0.97  # a percentile interval of a skewed sample is a little too short
-
-
-def test_the_interval_of_many_problems_fits_in_memory() -> None:
-    values = np.zeros(100_000)
-    tracemalloc.start()
-    interval(values, resamples=50)
-    assert tracemalloc.get_traced_memory()[1] < 30e6  # all at once: 80 MB
-    tracemalloc.stop()
 
 
 # --- the curve -------------------------------------------------------------------------------------------------------

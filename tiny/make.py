@@ -38,8 +38,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from quality_head import HeadTrainer, QualityHead, auc, within_group_auc  # noqa: E402
+from quality_head import HeadTrainer, QualityHead  # noqa: E402
 from support.data import Problem, sums  # noqa: E402  (the repository is flat, and this script lives one folder down)
+from support.metrics import auc, within_group_auc  # noqa: E402
 
 SEED = 0
 TERMS, LARGEST = (3, 10), 15

@@ -1,0 +1,130 @@
+"""Numbers that judge: does the head tell right from wrong, is q calibrated, pass@k, an interval.
+
+What is undefined, such as the AUC of one class, is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from calibration import bin_index
+
+
+def _ranks(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank of each row in its group, from 1, ties at their mean (N,) fp64; group numbers (N,)."""
+    level = torch.unique(scores, return_inverse=True)[1]
+    group = torch.unique(groups, return_inverse=True)[1]
+    cell, count = torch.unique(group * (level.max() + 1) + level, return_inverse=True, return_counts=True)[1:]
+    rank = (count.cumsum(0) - (count.double() - 1) / 2)[cell]
+    size = torch.bincount(group)
+    return rank - (size.cumsum(0) - size)[group], group
+
+
+def within_group_auc(scores: Tensor, labels: Tensor, groups: Tensor) -> float:
+    """Share of (right, wrong) pairs of one group in which the right one scores higher.
+
+    `scores` (N,) finite, `labels` (N,) 0/1, `groups` (N,) int64. Ties count half; pairs of all
+    groups are pooled. A head that only knows which prompts are easy has a good AUC, and here 1/2.
+
+    >>> within_group_auc(torch.tensor([0.9, 0.8, 0.2, 0.1]), torch.tensor([1, 1, 0, 0]), torch.tensor([0, 1, 0, 1]))
+    1.0
+    """
+    if not len(scores):
+        return math.nan
+    rank, group = _ranks(scores, groups)
+    right = labels.double()
+    positives = torch.bincount(group, right)
+    pairs = (positives * (torch.bincount(group) - positives)).sum()
+    wins = torch.bincount(group, rank * right) - positives * (positives + 1) / 2  # Mann-Whitney U of each group
+    return (wins.sum() / pairs).item() if pairs else math.nan
+
+
+def auc(scores: Tensor, labels: Tensor) -> float:
+    """Area under the ROC curve over all rows; ties count half."""
+    return within_group_auc(scores, labels, torch.zeros_like(scores, dtype=torch.int64))
+
+
+def spearman(scores: Tensor, labels: Tensor) -> float:
+    """Spearman's rank correlation of `scores` (N,) with 0/1 `labels` (N,) (Fig. 2c)."""
+    if not len(scores):
+        return math.nan
+    one_group = torch.zeros_like(scores, dtype=torch.int64)
+    x, y = _ranks(scores, one_group)[0], _ranks(labels, one_group)[0]
+    x, y = x - x.mean(), y - y.mean()
+    scale = (x.square().sum() * y.square().sum()).sqrt()
+    return (x @ y / scale).item() if scale else math.nan
+
+
+def head_metrics(scores: Tensor, labels: Tensor, groups: Tensor) -> dict[str, float]:
+    """How well scores s' (N,) tell right from wrong: `labels` (N,) 0/1, `groups` (N,) int64.
+
+    `auc`, `auc_within` groups, `spearman`, and `accuracy` at s' = 1/2 beside `base_rate`, that of
+    the better constant guess. NaN scores are left out. Raises ValueError on scores outside [0, 1].
+    """
+    scores, labels, groups = scores.detach().cpu().double(), labels.detach().cpu(), groups.detach().cpu()
+    known = ~scores.isnan()
+    scores, labels, groups = scores[known], labels[known].double(), groups[known]
+    if ((scores < 0) | (scores > 1)).any():
+        raise ValueError("scores must lie in [0, 1]: pass sigmoid(logit)")
+    ratio = labels.mean().item()
+    return {
+        "auc": auc(scores, labels),
+        "auc_within": within_group_auc(scores, labels, groups),
+        "accuracy": ((scores > 0.5) == labels.bool()).double().mean().item(),
+        "base_rate": max(ratio, 1 - ratio),
+        "spearman": spearman(scores, labels),
+    }
+
+
+def ece(q: Tensor, labels: Tensor, bins: int = 10) -> float:
+    """Expected calibration error: mean over rows of |mean q - positive ratio| in the row's bin.
+
+    `q` (N,) posteriors in [0, 1], `labels` (N,) 0/1. NaN q are left out. Honest only for labels
+    that came later than q: those in the window have shaped it.
+    """
+    q, labels = q[~q.isnan()], labels[~q.isnan()]
+    if not len(q):
+        return math.nan
+    gap = torch.bincount(bin_index(q, bins), q.double() - labels.double(), bins)
+    return gap.abs().sum().item() / len(q)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n samples, c of them right, hold a right one: 1 - C(n - c, k) / C(n, k).
+
+    Exactly rounded. Raises ValueError unless 0 <= c <= n and 1 <= k <= n (openai/human-eval#35).
+
+    >>> pass_at_k(10, 3, 5)
+    0.9166666666666666
+    """
+    if not 0 <= c <= n:
+        raise ValueError(f"of {n} samples {c} cannot be right")
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
+
+
+def interval(
+    values: Sequence[float], seed: int = 0, resamples: int = 10_000, level: float = 0.95
+) -> tuple[float, float]:
+    """Percentile bootstrap of the mean: the middle `level` of the means of resampled `values`.
+
+    One value per problem; the samples of a problem are not resampled. Raises ValueError if there is
+    no value or one is not finite. Equal values give an interval of width 0, which proves nothing.
+    """
+    data = np.asarray(values, np.float64)
+    if not len(data) or not np.isfinite(data).all():
+        raise ValueError("an interval needs values, all of them finite")
+    # 8 MB at a time
+    rng, rows = np.random.default_rng(seed), max(1, 1_000_000 // len(data))
+    means = [
+        data[rng.integers(len(data), size=(min(rows, resamples - start), len(data)))].mean(1)
+        for start in range(0, resamples, rows)
+    ]
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
