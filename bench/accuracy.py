@@ -22,11 +22,6 @@ PAPER = [
     ("Table 1, GRPO, Llama-3.2-1B-Instruct", 14.63, 17.49, 1.67),
     ("Table 2, DAPO, Qwen3-1.7B-Base", 36.43, 39.42, 1.70),
 ]
-NOTE = """\
-Mean over seeds ± half of the 95% t interval; differences are taken seed by seed. *Equal steps* is after the last step.
-*Equal time* is when the faster run of a seed had ended; the other one's score is interpolated between its evaluations,
-which puts it a little too low where learning slows down. Evaluation and checkpoints are not in the time; the cold
-start, in which nothing is pruned, is."""
 COLUMNS = ("avg, equal steps", "greedy, equal steps", "pass@16, equal steps", "avg, equal time", "greedy, equal time")
 
 
@@ -74,8 +69,7 @@ def main() -> None:
         plot_seeds(axes, method, COLORS[method], curves)
     axes.set(xlabel="seconds of training", ylabel="accuracy")
     axes.legend()
-    results, body = {"pairs": found, "paper": PAPER}, f"{table(found, samples)}\n\n{NOTE}"
-    publish("accuracy", plan, runs, results, "Accuracy (Tables 1 and 2)", body, figure)
+    publish("accuracy", plan, runs, {"pairs": found, "paper": PAPER}, figure, table=table(found, samples))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,6 @@ from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot
 
 METHODS = ("GRPO", "GRPO + ARRoL", "GRPO + random", "DAPO", "DAPO + ARRoL")
 SMOOTH = 5
-NOTE = f"""\
-Mean over seeds ± half of the 95% t interval; rewards are means of {SMOOTH} steps, at the ends of fewer. *At equal time* is
-when the fastest of all runs of a seed began its last step. *Time to GRPO's last reward* is when the reward first was as
-high as GRPO's with the same seed was at its end, and *ahead* is the time that GRPO took to be there, which may be before
-its end, over the method's. The paper gives no numbers with Fig. 4: "reaches the same reward level in less time and
-attains higher reward earlier across most of training"."""
 
 
 def smoothed(run: Run) -> list[tuple[float, float]]:
@@ -77,8 +71,8 @@ def main() -> None:
         plot_seeds(axes, method, COLORS[method], [smoothed(run) for run in some])
     axes.set(xlabel="seconds of training", ylabel="mean reward")
     axes.legend(loc="lower right")
-    results, body = {"methods": found, "smoothed_over_steps": SMOOTH}, f"{table(found)}\n\n{NOTE}"
-    publish("convergence", plan, runs, results, "Convergence (Fig. 4)", body, figure)
+    results = {"methods": found, "smoothed_over_steps": SMOOTH}
+    publish("convergence", plan, runs, results, figure, table=table(found))
 
 
 if __name__ == "__main__":

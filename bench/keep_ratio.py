@@ -19,10 +19,6 @@ ROWS = (
     ("speed-up of the whole run", "speed-up", ".2f", " ×"),
     ("speed-up of a step after the cold start", "speed-up of a step", ".2f", " ×"),
 )
-NOTE = """\
-Mean over seeds ± half of the 95% t interval. Accuracy is that of the last evaluation, at equal steps; the difference and
-the speed-ups are against κ = 1 with the same seed. The whole run has the cold start in it. The paper's column is Table 6:
-Qwen3-1.7B-Base, mean of Math500, MinervaMath and OlympiadBench in percent."""
 
 
 def against(plain: Run, run: Run) -> dict[str, float]:
@@ -60,8 +56,7 @@ def main() -> None:
         axes.set(xlabel="κ")
     panels[1].plot(list(PAPER), [speedup for _, speedup in PAPER.values()], "--", color="gray", label="paper")
     panels[1].legend()
-    results, body = {"keep_ratios": found, "paper": PAPER}, f"{table(found)}\n\n{NOTE}"
-    publish("keep_ratio", plan, runs, results, "Keep ratio (Table 6)", body, figure)
+    publish("keep_ratio", plan, runs, {"keep_ratios": found, "paper": PAPER}, figure, table=table(found))
 
 
 if __name__ == "__main__":

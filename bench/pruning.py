@@ -43,14 +43,6 @@ PAPER = [
 ]
 MEASURES = ("rho_mean", "rho_variance", "zero_variance")
 COLUMNS = (*MEASURES, "keep_ratio", "avg")
-NOTE = f"""\
-ρ̂ is the share of right ones among the survivors of a group; means over all groups of all steps after the cold start,
-then over seeds, ± half of the 95% t interval. Runs differ in their policies, too: one that learns faster has more groups
-that are all right. *On the same rollouts*: those of runs that score every rollout and prune none; each rule's draws are
-repeated {DRAWS} times, and the differences are seed by seed. There, rollouts shorter than L_detect survive, as in training;
-PODS and CPPO choose among all of a group, and see rewards. Head and windows of these runs have learnt from all rollouts,
-in training from survivors alone. n survivors of one and the same success rate have an E[ρ̂(1 − ρ̂)] in proportion to
-1 − 1/n: compare at like "kept"."""
 
 
 def pods(rewards: Sequence[float], count: int) -> list[int]:
@@ -201,9 +193,11 @@ def main() -> None:
             plot_seeds(axes, method, COLORS[method], curves)
         axes.set(xlabel="step")
     panels[0].legend()
-    tables = table(found["runs"], found["difference"]), same_rollouts(found["same_rollouts"], gains)
-    body = "\n\n".join([*tables, NOTE])
-    publish("pruning", plan, runs, found, "Random pruning and other selectors (Table 4)", body, figure)
+    tables = {
+        "table": table(found["runs"], found["difference"]),
+        "same_rollouts": same_rollouts(found["same_rollouts"], gains),
+    }
+    publish("pruning", plan, runs, found, figure, draws=str(DRAWS), **tables)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,12 @@ def assemble(folder: Path) -> str:
     """The page; pictures are named relative to the folder above."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
     tables = {path.stem: below(path.read_text("utf-8").strip()) for path in sorted(folder.glob("*.md"))}
-    how = "The paper's tables and figures by `make bench`, on the embedded model where no flags under a table say otherwise."
-    lines = ["# Results", "", how, ""]
+    lines = [
+        "# Results",
+        "",
+        "The paper's tables and figures by `make bench`, on the embedded model unless flags name another.",
+        "",
+    ]
     if differences := tables.pop("differences", ""):
         lines += ["## What came out differently from the paper", "", differences, ""]
     lines += ["## Targets", "", *targets(found), ""]

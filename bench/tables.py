@@ -1,10 +1,11 @@
 """What a table is made of: means over seeds with intervals, Markdown, a picture, and on what it was measured.
 
-    publish("accuracy", plan, runs, {"pairs": found}, "Accuracy", body, figure)
+    publish("accuracy", plan, runs, {"pairs": found}, figure, table=markdown(rows))
 
-leaves results/accuracy.json, .md and .png. Intervals are Student's t over seeds: with three of them the
-half-width is 2.5 standard deviations of a single run (4.3 / √3). Differences are taken seed by seed,
-since both runs of a seed share data and evaluation: the runs of all methods are in the order of seeds.
+leaves bench/results/accuracy.json, .md and .png; the text around the table is bench/notes/accuracy.md.
+Intervals are Student's t over seeds: with three of them the half-width is 2.5 standard deviations of a
+single run (4.3 / √3). Differences are taken seed by seed, since both runs of a seed share data and
+evaluation; the runs of all methods are in the order of seeds.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from bench.runs import Plan, Run
+from bench.runs import ROOT, Plan, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+NOTES = ROOT / "bench" / "notes"
 # 97.5% quantile of Student's t for 1, 2, … degrees of freedom; the last one, for more, is a little too wide.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 COLORS = {
@@ -160,20 +162,23 @@ def plot_seeds(axes: Axes, name: str, color: str, curves: Sequence[Sequence[tupl
     axes.plot(grid, mean, color=color, linewidth=2.2, label=name, zorder=3)
 
 
-def save(name: str, folder: Path, results: dict, text: str, figure: Figure | None = None) -> None:
-    """Write `name`.json, .md and .png; print the Markdown."""
+def save(name: str, folder: Path, results: dict, figure: Figure, **tables: str) -> None:
+    """Write `name`.json, .md and .png, and print the Markdown.
+
+    Its text is bench/notes/`name`.md, filled in with numbers of `results` and with the `tables`.
+    """
+    text = (NOTES / f"{name}.md").read_text("utf-8").format(**results | tables)
     folder.mkdir(parents=True, exist_ok=True)
     plain = json.dumps(results, indent=2, ensure_ascii=False, default=dataclasses.asdict, allow_nan=False)
     (folder / f"{name}.json").write_text(plain + "\n", "utf-8")
-    (folder / f"{name}.md").write_text(text.rstrip() + "\n", "utf-8")
-    if figure is not None:
-        figure.savefig(folder / f"{name}.png", dpi=110)
-    print(f"\n{text}\n\nresults: {folder / name}.json, .md and .png", flush=True)
+    (folder / f"{name}.md").write_text(text, "utf-8")
+    figure.savefig(folder / f"{name}.png", dpi=110)
+    print(f"\n{text}\nresults: {folder / name}.json, .md and .png", flush=True)
 
 
 def publish(
-    name: str, plan: Plan, runs: Mapping[str, Sequence[Run]], found: dict, title: str, body: str, figure: Figure
+    name: str, plan: Plan, runs: Mapping[str, Sequence[Run]], found: dict, figure: Figure, **tables: str
 ) -> None:
-    """Save a table of training runs and what was found, with what it was measured on."""
+    """`save` the tables of training runs, with what these were measured on."""
     results = provenance(runs, plan) | found
-    save(name, plan.results, results, f"## {title}\n\n{body}\n\n{measured_on(results)}", figure)
+    save(name, plan.results, results, figure, measured_on=measured_on(results), **tables)

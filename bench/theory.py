@@ -278,78 +278,6 @@ PAPER = {
     "random": ("*the paper's, Table 4, random*", "0.32", "0.21"),
     "group, λ 0.5, noisy": ("*the paper's, Table 4, ARRoL*", "0.40", "0.23"),
 }
-INTRODUCTION = f"""\
-- **Eq. 2 as printed works against balance on hard prompts** (d), where random pruning does not and `--tilt group` helps.
-- **Theorem 4.2** holds (a), but its bound says something, that is, is below the largest deviation there can be, for few
-  groups of {SIZE} even with exact q.
-- **δ solved over survivors** misses κ under Eq. 2 as printed (b). Under `--tilt group` it does not: tilts of a group sum
-  to 0, whoever is left of it.
-- **Two capped buffers** make q too high (b); one window errs as little as with random pruning, by smoothing alone.
-- **Systematic draws** keep nearly the same number of each group (c).
-
-No model, synthetic groups: success rates μ ~ Beta(0.64, 1.36), mean {MEAN_RATE} as in Table 4's random row; a rollout's
-latent q* ~ Beta(2μ, 2(1 − μ)), its label Bernoulli(q*). "noisy" q is q* ± {NOISE}, uniform; "knows the prompt alone" is
-q = μ. ρ = κ = 0.5, G = {SIZE} and p in [0.05, 0.95] unless said."""
-THEOREM = f"""\
-With probability 1 − δ, |ρ̂ − ρ| ≤ min_j |μ*_-j − ρ| + 2ε + √(log(2/δ) / (2(G − 1))), for ONE rollout pruned, by
-argmin_j |μ_-j − ρ|. It assumes that labels are independent given q*, that every q is within ε of q*, and that q has not
-seen the labels of the group. (The proof of Lemma A.3 bounds a centred label by [−1, 1], of length 2, and then prints the
-constant for length 1, which is the length for a centred Bernoulli label: the result stands.) δ = {DELTA}; ε is the smallest
-that a group's q allow. "says something": groups whose bound is below 0.5. "beyond the best": |ρ̂ − ρ| − min_j |μ*_-j − ρ|,
-as the theorem allows it, and its 95% quantile. The last three columns are latent ratios |μ* − ρ|, without label noise."""
-ABOUT_WINDOWS = f"""\
-{PROMPTS} prompts a step, {STEPS} steps, {COLD} of them cold; B = 128, window 4,096. Errors are against what arrives, pruned
-rollouts included; that of q is against the best that can be known from a bin. "ours": q from labelled survivors, δ over
-all scored rollouts. "survivors only": δ over the survivors, too. "two capped buffers": one for each label, half a window
-each (App. A.4). "shrinks": by how much q's distance from its mean is too small.
-
-π of a window of survivors is off by Cov(p, q*) / E[p]. That does not bias q(b) = c⁺ / (c⁺ + c⁻), up to smoothing, which
-pulls the bins that pruning emptied towards that π (Eq. 2 as printed empties the high ones)."""
-SURVIVORS = """\
-Variance over draws, for fixed p (q exact, `--tilt group`, λ = 1), before `--min-survivors`. Theory: Σ p(1 − p) for
-Bernoulli, f(1 − f) with f = frac(Σ p), at most 1/4, for systematic."""
-TILTS = f"""\
-Survivors of {SIZE}. The oracle keeps the half that is nearest to balance. Low, middle and high: {BALANCE} of prompts with
-a success rate below 1/3, up to 2/3, above.
-
-Random pruning to n = {SIZE // 2} cannot have more than E[ρ̂](1 − E[ρ̂])(1 − 1/n), which is 0.190 at E[ρ̂] = 0.32; the paper's
-0.21 fits the unbiased variance (at most 0.218). Its E[ρ̂] rises from random to ARRoL on models that are mostly wrong, as
-under `--tilt group`; Eq. 2 as printed makes it fall. (In the paper's table policies differ, too.)"""
-
-
-def text(results: dict) -> str:
-    """theory.md."""
-    auc, seeds = results["auc_within_of_exact_q"], ", ".join(map(str, results["seeds"]))
-    return f"""# Sec. 4.1 and App. A.4 against simulation
-
-{INTRODUCTION} A head that knew q* would have an AUC within
-groups of {auc:.3f}. ± is a 95% interval over seeds {seeds}. {described(results["machine"])}; one thread,
-{results["seconds"]:.0f} s.
-
-## (a) Theorem 4.2
-
-{THEOREM}
-
-{table("G, quality of q", results["theorem"])}
-
-## (b) What a window of survivors does
-
-{ABOUT_WINDOWS}
-
-{table("tilt, λ, windows", results["windows"])}
-
-## (c) Survivors per group
-
-{SURVIVORS}
-
-{table("G, draw", results["survivors"])}
-
-## (d) Eq. 2 as printed, and `--tilt group`
-
-{TILTS}
-
-{table("rule", results["tilts"], PAPER)}
-"""
 
 
 def picture(results: dict) -> Figure:
@@ -403,7 +331,10 @@ def main() -> None:
         "seeds": SEEDS,
         "seconds": round(time.process_time() - start, 1),
     }
-    save("theory", folder, results, text(results), picture(results))
+    corners = {"theorem": "G, quality of q", "windows": "tilt, λ, windows", "survivors": "G, draw"}
+    tables = {name: table(corner, results[name]) for name, corner in corners.items()}
+    tables |= {"tilts": table("rule", results["tilts"], PAPER), "machine": described(machine())}
+    save("theory", folder, results, picture(results), **tables)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,6 @@ PAPER = {
     "Qwen3-8B-Base": ((75.0, 23.3, 26.7), (80.0, 23.3, 23.3), (85.0, 33.3, 33.3)),
     "Llama-3.2-1B-Instruct": ((10.0, 0.0, 0.0), (15.0, 3.3, 0.0), (17.5, 10.0, 0.0)),
 }
-NOTE = """\
-Mean over seeds ± half of the 95% t interval, of each set's mean where there are several sets; differences are taken seed
-by seed. DeepConf weighs each vote by trace confidence: its mean over the trace, or the mean of the lowest window. ARRoL
-weighs it by the rank of the head's score, as in the paper, or by the score s′ itself; *log-prob* by the rank of the mean
-log-prob of its sampled tokens, which needs no head. The paper's row is the mean of AMC'23, AIME'24 and AIME'25; it does
-not say which of the two it took."""
 
 
 def sample(run: Run, data: str, n: int, title: str) -> dict:
@@ -105,11 +99,8 @@ def main() -> None:
         axes.set_xscale("log", base=2)
         axes.set(xlabel="candidates per problem", ylabel="accuracy")
     panels[0].legend()
-    results, body = (
-        {"methods": voted, "data": data, "n": own.n, "paper": PAPER},
-        f"{table(voted, own.n)}\n\n{NOTE}",
-    )
-    publish("voting", plan, runs, results, "Voting (Table 3)", body, figure)
+    results = {"methods": voted, "data": data, "n": own.n, "paper": PAPER}
+    publish("voting", plan, runs, results, figure, table=table(voted, own.n))
 
 
 if __name__ == "__main__":
