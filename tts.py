@@ -5,155 +5,27 @@
 
 Prints avg@n, pass@k, maj@n and a row for each voting rule of `voting.py`, with 95% intervals over problems; leaves the same as
 `scores.json`, every candidate in `candidates.jsonl`, and a picture of accuracy against the number of candidates. With
-`--early-stop`, what it costs and saves to stop candidates while they are sampled: by the quality head at L_detect, and by confidence
-as DeepConf does online. Every candidate has a seed of its own, so that all plans are about the same candidates.
+`--early-stop`, what it costs and saves to stop candidates while they are sampled: by the quality head at L_detect.
+Every candidate has a seed of its own, so that all plans are about the same candidates.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.args import EMBEDDED, TINY, add_flags, fail, flag
-from support.data import INSTRUCTION
-
-
-@dataclass
-class TtsArgs:
-    """Everything that the scores depend on; saved with them."""
-
-    model: str = flag("", "hub id, folder of a model, or a training run's checkpoint-N; none: the embedded model")
-    head: str = flag("", "quality_head.safetensors (default: the one in the checkpoint, if there is one)")
-    data: str = flag(
-        "sums",
-        "math500, minerva, olympiadbench, amc23, aime24, aime25 (from the hub), NAME=FILE for a local copy of one, a .jsonl, "
-        ".json or .parquet file, or sums",
-    )
-    n: int = flag(32, "candidates per problem")
-    temperature: float = flag(1.0, "sampling temperature")
-    top_p: float = flag(1.0, "sampling nucleus")
-    max_prompt: int = flag(1024, "longer prompts are not sampled and count as wrong, in tokens")
-    max_length: int = flag(8192, "prompt and response together, in tokens")
-    instruction: str = flag(INSTRUCTION, "appended to every problem; '' for none")
-    thinking: bool = flag(False, "turn on the thinking mode of chat templates that have one")
-    seed: int = flag(0, "fixes samples, intervals and subsets")
-    window: int = flag(
-        0, "tokens of DeepConf's sliding window; default: 2048, or a 32nd of --max-length if that is below 8192"
-    )
-    share: float = flag(0.1, "share of the candidates that DeepConf's filter keeps (its η)")
-    early_stop: bool = flag(False, "sample again with candidates that are stopped early, by the head and by confidence")
-    detect_length: int = flag(512, "early stop: response tokens at which the head scores a candidate (L_detect)")
-    keep_ratio: float = flag(0.5, "early stop: share of a problem's scored candidates that go on (κ)")
-    warmup: int = flag(16, "early stop: complete traces of a problem that set DeepConf's floor")
-    trained_on: str = flag("", "training set (as --dataset of arrol.py): count the problems that are in it")
-    output: str = flag("", "folder for the results (default: runs/ and the time)")
-    max_num_seqs: int = flag(512, "candidates that vLLM decodes at once")
-    gpu_memory_utilization: float = flag(0.9, "share of the GPU that vLLM may use")
-    kv_cache_gb: float = flag(4.0, "vLLM's KV cache on a CPU, in GiB")
-    grader_workers: int = flag(2, "processes that run math-verify")
-    verbose: bool = flag(False, "show vLLM's own log lines")
-
-
-FROM_RUN = (
-    *("max_prompt", "max_length", "instruction", "thinking", "temperature", "detect_length"),
-    *("max_num_seqs", "kv_cache_gb"),
-)
-
-
-def parse(argv: list[str]) -> TtsArgs:
-    """`TtsArgs` from a command line; on bad input prints one sentence and exits with status 2. Creates nothing.
-
-    Of a checkpoint of `arrol.py`, the settings of its run are the defaults.
-    """
-    parser = argparse.ArgumentParser(
-        prog="tts.py", description="Test-time scaling: sample, judge, vote.", allow_abbrev=False
-    )
-    add_flags(parser, TtsArgs)
-    given = vars(parser.parse_args(argv))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        fail("it knows one process only; start it without torchrun")
-    model = Path(given.get("model") or TINY)
-    run = {}
-    if (model / "model" / "config.json").is_file():  # a checkpoint of arrol.py
-        settings = model.parent / "args.json"
-        run = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
-        head = model / "quality_head.safetensors"
-        given.setdefault("head", str(head) if head.is_file() else "")
-        model = model / "model"
-    elif model == TINY:
-        run = EMBEDDED | {"thinking": False, "temperature": 1.0}
-    defaults = {name: run[name] for name in FROM_RUN if name in run}
-    args = TtsArgs(**defaults | given | {"model": str(model) if model.exists() else given["model"]})
-    args.window = args.window or (2048 if args.max_length >= 8192 else max(1, args.max_length // 32))
-    args.output = args.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-tts"
-    if problem := first_problem(args):
-        fail(problem)
-    return args
-
-
-def first_problem(args: TtsArgs) -> str | None:
-    """What is wrong with these flags, in one sentence that names the flag and the remedy; None if nothing is."""
-    rules = [
-        ("n", args.n >= 1, "must be at least 1"),
-        ("seed", 0 <= args.seed < 2**32, "must lie in 0..4294967295"),
-        ("temperature", 0 <= args.temperature <= 2, "must lie in [0, 2], as vLLM has it"),
-        (
-            "temperature",
-            args.temperature > 0 or args.n == 1,
-            "greedy samples are all alike: use --n 1, or a temperature",
-        ),
-        ("top_p", 0 < args.top_p <= 1, "must lie in (0, 1]"),
-        ("window", args.window >= 1, "must be at least 1"),
-        ("share", 0 < args.share <= 1, "must lie in (0, 1]"),
-        ("keep_ratio", 0 < args.keep_ratio <= 1, "must lie in (0, 1]"),
-        ("detect_length", 1 <= args.detect_length, "must be at least 1"),
-        ("n", not args.early_stop or args.n > 1, "--early-stop needs several candidates"),
-        (
-            "warmup",
-            not args.early_stop or 1 <= args.warmup < args.n,
-            f"must lie in 1..{args.n - 1}, below --n {args.n}",
-        ),
-        (
-            "detect_length",
-            not args.early_stop or args.detect_length < args.max_length,
-            f"must be below --max-length {args.max_length}, or nothing is ever stopped there",
-        ),
-        ("max_length", args.max_prompt < args.max_length, f"must exceed --max-prompt {args.max_prompt}"),
-        ("gpu_memory_utilization", 0 < args.gpu_memory_utilization < 1, "must lie in (0, 1)"),
-        ("kv_cache_gb", args.kv_cache_gb > 0, "must be above 0"),
-        ("max_num_seqs", args.max_num_seqs >= 1, "must be at least 1"),
-        ("grader_workers", args.grader_workers >= 1, "must be at least 1"),
-        ("head", not args.head or Path(args.head).is_file(), "there is no such file"),
-        ("output", not Path(args.output).is_file(), "that is a file; name a folder"),
-        (
-            "output",
-            not Path(args.output, "scores.json").exists(),
-            "there are results in it already; name another folder",
-        ),
-    ]
-    for name, fine, rule in rules:
-        if not fine:
-            return f"--{name.replace('_', '-')} {getattr(args, name)}: {rule}"
-    model = Path(args.model)
-    if not model.is_dir() and (model.is_absolute() or args.model.startswith(".")):
-        return f"--model {args.model}: there is no such folder"
-    if model.is_dir() and not (model / "config.json").is_file():
-        return f"--model {args.model}: the folder has no config.json; name a model, or a checkpoint-N of arrol.py"
-    return None
-
+from support.args import TtsArgs, fail, parse_tts
 
 if __name__ == "__main__":
-    ARGS = parse(sys.argv[1:])  # before the imports below, which take seconds
+    ARGS = parse_tts(sys.argv[1:])  # before the imports below, which take seconds
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during them leaves no traceback
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see arrol.py
@@ -164,7 +36,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import voting
-from confidence import Confidence
 from engine import Engine, Rollout, Sampling
 from quality_head import QualityHead
 from support import data
@@ -174,7 +45,7 @@ from support.early_stop import early_stop
 from support.evaluation import Benchmark, contaminated, load_benchmark
 from support.grader import Grader
 from support.judge import Candidates, Judge, candidates_curve, hits, sample_scores, signal_quality, with_interval
-from support.launch import engine_from, load_tokenizer, quiet
+from support.launch import engine_from, grader_workers, load_tokenizer, quiet
 
 # ------------------------------------------------------------------ the program
 
@@ -190,17 +61,16 @@ class Bench:
     too_long: int
     sampling: Sampling
 
-    def sample(self, samples: int, first_sample: int = 0, **options: object) -> list[Rollout]:
+    def sample(self, samples: int, **options: object) -> list[Rollout]:
         return self.engine.generate(
             {group: prompt.token_ids for group, prompt in self.prompts.items()},
             samples,
             self.sampling,
             seed=self.args.seed,
             rollout_seeds=True,
-            first_sample=first_sample,
             last_states=True,
             progress=True,
-            **{"confidence": Confidence(self.args.window)} | options,
+            **{"confidence": True} | options,
         )
 
     def candidates(self, rollouts: list[Rollout]) -> list[Candidates]:
@@ -352,7 +222,7 @@ def prepare(args: TtsArgs) -> tuple[Benchmark, QualityHead | None, Tensor | None
             benchmark = dataclasses.replace(benchmark, report=report)  # scores.json has it too
         print(benchmark.report)
         if args.early_stop and head is None:
-            print("--early-stop: without a --head, by confidence alone")
+            print("--early-stop: without a --head there is nothing to stop by")
     except ValueError as error:
         fail(str(error))
     return benchmark, head, table
@@ -378,7 +248,7 @@ def workbench(args: TtsArgs, benchmark: Benchmark, head: QualityHead | None) -> 
         )
     device = start_process_group()
     try:
-        with Grader(args.grader_workers) as grader, engine_from(args, device) as engine:
+        with Grader(grader_workers()) as grader, engine_from(args, device) as engine:
             judge = Judge(tokenizer, grader, head, args.window, config.vocab_size)
             sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature, args.top_p)
             yield Bench(args, engine, judge, dict(enumerate(prompts)), too_long, sampling)

@@ -115,7 +115,7 @@ def costs(bench: tts.Bench, sample: Sample) -> list[Cells]:
         for limit in limits:
             cut = dataclasses.replace(bench, sampling=dataclasses.replace(bench.sampling, max_tokens=limit))
             start = time.perf_counter()
-            cut.sample(TIMED, confidence=None)
+            cut.sample(TIMED, confidence=False)
             taken.append(time.perf_counter() - start)
         shares.append([seconds / taken[-1] for seconds in taken])
     return [
@@ -497,7 +497,7 @@ def main() -> None:
         fail(f"--problems {own.problems}: must be at least 4, for head, posterior and judgement")
     given = any(word == "--model" or word.startswith("--model=") for word in rest)
     chosen = [] if given else ["--model", str(checkpoint_to_use())]
-    args = tts.parse(["--n", "16", *chosen, *rest])
+    args = tts.parse_tts(["--n", "16", *chosen, *rest])
     results, judged = measure(args, own.problems)
     model = Path(args.model)
     shown = model.relative_to(ROOT) if model.is_absolute() and model.is_relative_to(ROOT) else model

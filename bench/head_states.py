@@ -54,7 +54,7 @@ def main() -> None:
 
     from support.judge import hits, signal_quality
 
-    args = tts.parse(sys.argv[1:])
+    args = tts.parse_tts(sys.argv[1:])
     if not args.head:
         sys.exit("head_states.py: --head: name a quality_head.safetensors, or a checkpoint that has one as --model")
     benchmark, head, _ = tts.prepare(args)

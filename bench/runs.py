@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.args import Args, fail, parse
+from support.args import TINY, Args, fail, parse
 from support.report import Metrics, load_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +69,7 @@ class Plan:
     def folder(self, method: str, seed: int) -> tuple[Path, Args]:
         """Where a run lies, and its parsed flags, of which the folder's name has a digest."""
         args = parse(self.run_flags(method, seed))
-        kept = dataclasses.asdict(args) | {"output": ""} | ({"model": "tiny"} if args.embedded else {})
+        kept = dataclasses.asdict(args) | {"output": ""} | ({"model": "tiny"} if args.model == str(TINY) else {})
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
         name = re.sub(r"[^a-z0-9.]+", "-", method.lower()).strip("-")
         return self.runs / f"{name}-seed{seed}-{digest}", args

@@ -22,14 +22,11 @@ EXTRAS = ("nothing", "confidence", "last states", "both", "rollout seeds")
 
 def measure(bench: tts.Bench, rounds: int) -> dict[str, list[tuple[float, int, float]]]:
     """Seconds, tokens and seconds in the hook of each kind of sampling, in each round; one unmeasured plain sampling first."""
-    from confidence import Confidence
-
-    confidence = Confidence(bench.args.window)
     options = {
         "nothing": {},
-        "confidence": dict(confidence=confidence),
+        "confidence": dict(confidence=True),
         "last states": dict(last_states=True),
-        "both": dict(confidence=confidence, last_states=True),
+        "both": dict(confidence=True, last_states=True),
         "rollout seeds": dict(rollout_seeds=True),
     }
     prompts = {group: prompt.token_ids for group, prompt in bench.prompts.items()}
@@ -62,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=21, help="how often each kind is measured")
     own, rest = parser.parse_known_args()
-    args = tts.parse(["--n", "2", *rest])
+    args = tts.parse_tts(["--n", "2", *rest])
     benchmark, head, _ = tts.prepare(args)
     with tts.workbench(args, benchmark, head) as bench:
         found = measure(bench, own.rounds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calibration import Calibrator, posterior_table
 from quality_head import QualityHead
-from support.distributed import of_first, rank
+from support.distributed import broadcast, rank
 
 PREFIX = "checkpoint-"
 
@@ -47,7 +47,7 @@ def save(
     step: int,
     *,
     model: PreTrainedModel,
-    weights: dict[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     head: tuple[QualityHead, Calibrator, int] | None,
     learner: dcp.stateful.Stateful,
@@ -63,10 +63,13 @@ def save(
     """
     final, temporary = run / f"{PREFIX}{step}", run / f".writing-{PREFIX}{step}"
 
+    # Gathered by all ranks, kept by one.
+    kept = {name: tensor for name, tensor in weights if rank() == 0}
+
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        model.save_pretrained(temporary / "model", state_dict=weights)
+        model.save_pretrained(temporary / "model", state_dict=kept)
         tokenizer.save_pretrained(temporary / "model")
         if head is not None:
             save_head(temporary / "quality_head.safetensors", *head)
@@ -101,7 +104,7 @@ def _on_first_rank(work: Callable[[], None]) -> None:
             work()
         except (OSError, SafetensorError, RuntimeError) as raised:
             error = raised
-    if message := of_first(None if error is None else f"{type(error).__name__}: {error}"):
+    if message := broadcast(None if error is None else f"{type(error).__name__}: {error}"):
         raise OSError(message) from error
 
 
@@ -132,7 +135,7 @@ def load_head(path: Path) -> tuple[QualityHead, Tensor | None, int | None]:
         width, hidden_size = tensors["hidden.weight"].shape
         head = QualityHead(hidden_size, width)
         head.load_state_dict(tensors)
-    except (SafetensorError, KeyError, RuntimeError) as error:
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path}: it holds no quality head ({str(error).splitlines()[0]})") from error
     table = None if counts[0] is None else posterior_table(*counts, float(notes["alpha"]))
     return head, table, int(notes["detect_length"]) if "detect_length" in notes else None

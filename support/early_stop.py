@@ -1,19 +1,16 @@
-"""Candidates that are stopped while they are sampled: by the quality head at L_detect, or by confidence, as DeepConf does online.
+"""Candidates that are stopped by the quality head at L_detect, while they are sampled.
 
-Each plan samples the same candidates again (they have seeds of their own) and is compared with letting all of them finish.
+The same candidates are sampled again (they have seeds of their own), and compared with letting all of them finish.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-import voting
-from calibration import Settings, SystematicDraw, bin_index, solve_bias, survival_probability
-from confidence import Confidence
+from calibration import SystematicDraw, bin_index, solve_bias, survival_probability
 from engine import Decision, Rollout
 from quality_head import QualityHead
 from support.judge import Candidates, hits, with_interval
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
     from tts import Bench
 
 STEEP = 1e6  # slope of survival in the posterior, so that the better ones of a group go on for certain
-SLACK = 1e-6  # of a floor: a candidate that says the same as the one that set it is not below it by the rounding of another batch
 
 
 class KeepBetter:
@@ -50,9 +46,8 @@ class KeepBetter:
             rows = (group == name) & known
             self.arrived[name] = torch.cat([self.arrived.get(name, q[:0]), q[rows]])
             if self.keep_ratio < 1 and rows.any():
-                settings = Settings(self.keep_ratio, p_min=0.0, p_max=1.0)
-                bias = solve_bias(STEEP * self.arrived[name], settings)
-                p[rows] = survival_probability(STEEP * q[rows], bias, settings)
+                bias = solve_bias(STEEP * self.arrived[name], self.keep_ratio, 0.0, 1.0)
+                p[rows] = survival_probability(STEEP * q[rows], bias, self.keep_ratio, 0.0, 1.0)
         rows = zip(self.draw(p, group).tolist(), scores.tolist(), q.tolist(), p.tolist())
         return [Decision(*row) for row in rows]
 
@@ -64,34 +59,12 @@ def stop_by_head(bench: Bench, table: Tensor | None) -> tuple[list[Rollout], lis
     return rollouts, bench.candidates(rollouts)
 
 
-def stop_by_confidence(bench: Bench, whole: list[Rollout]) -> tuple[list[Rollout], list[Candidates]]:
-    """DeepConf online: the first `warmup` candidates run to their end and set a floor for the problem, the quantile of their lowest
-    windows over which `share` of them lie; the others are stopped when a window falls below it. What lies below does not vote.
-
-    whole: all n candidates of every problem, sampled to their end; the first ones are the warm-up.
-    """
-    args = bench.args
-    warm = [rollout for i, rollout in enumerate(whole) if i % args.n < args.warmup]
-    lowest: dict[int, list[float]] = {}
-    for rollout in warm:
-        lowest.setdefault(rollout.group, []).append(voting.lowest_window(rollout.confidences, args.window))
-    floors = {group: float(np.quantile(values, 1 - args.share)) * (1 - SLACK) for group, values in lowest.items()}
-    rest = bench.sample(args.n - args.warmup, args.warmup, confidence=Confidence(args.window, floors))
-    voters = [
-        rollout
-        for rollout in warm + rest
-        if rollout.finish != "pruned"
-        and voting.lowest_window(rollout.confidences, args.window) >= floors[rollout.group]
-    ]
-    return warm + rest, bench.candidates(voters)
-
-
 def early_stop(bench: Bench, whole: list[Rollout], every: list[Candidates], table: Tensor | None) -> list[dict]:
     """The rows of the early-stop table: for each plan and rule tokens, share saved, accuracy, and the difference from all candidates,
     by problem. whole, every: all candidates, sampled to their end, and judged."""
-    plans = {"DeepConf online": (stop_by_confidence(bench, whole), ("majority", "DeepConf, lowest window"))}
+    plans = {}
     if bench.judge.head is not None:
-        plans = {"head at L_detect": (stop_by_head(bench, table), ("majority", "ARRoL"))} | plans
+        plans["head at L_detect"] = (stop_by_head(bench, table), ("majority", "ARRoL"))
     seed, before = bench.args.seed, hits(every, bench.args.share)
     of_all, rows = sum(len(rollout.token_ids) for rollout in whole), []
     for name, ((rollouts, stopped), rules) in plans.items():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import tiny.sums
 from support import data
 from support.data import DataError, Problem, Prompt
-from support.distributed import engine_number, gather, leads, rank, share
+from support.distributed import gather_rollouts, shard
 from support.grader import Grader
 from support.metrics import pass_at_k
 
@@ -187,15 +187,14 @@ def evaluate(
 
     def right(prompts: dict[int, Prompt], count: int, how: Sampling) -> list[int]:
         """How many of `count` samples are right, for each problem."""
-        mine = share(prompts)
-        ids = {group: prompt.token_ids for group, prompt in mine.items()}
+        local = shard(prompts)
+        ids = {group: prompt.token_ids for group, prompt in local.items()}
         # Engines with one seed would all draw the same numbers.
-        own = seed if rollout_seeds else seed + engine_number()
-        rollouts = engine.generate(ids, count, how, seed=own, rollout_seeds=rollout_seeds, progress=rank() == 0)
-        grade(rollouts, mine, tokenizer, grader)
-        correct = Counter(rollout.group for rollout in rollouts if rollout.verdict == "right")
-        found = sum(gather(correct if leads() else Counter()), Counter())
-        return [found[group] for group in prompts]
+        own = seed if rollout_seeds else seed + engine.number
+        rollouts = engine.generate(ids, count, how, seed=own, rollout_seeds=rollout_seeds, progress=True)
+        grade(rollouts, local, tokenizer, grader)
+        correct = Counter(r.group for r in gather_rollouts(rollouts) if r.verdict == "right")
+        return [correct[group] for group in prompts]
 
     metrics: dict[str, float] = {}
     for chosen in sets:

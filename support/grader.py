@@ -132,6 +132,10 @@ class Verdict:
         return {"right": 1.0, "wrong": 0.0, "no answer": 0.0}.get(self.kind)
 
 
+class GraderError(RuntimeError):
+    """The workers cannot start or keep dying."""
+
+
 class Grader:
     """Grades responses; math-verify runs in `workers` child processes that can be killed.
 
@@ -196,7 +200,7 @@ class Grader:
                 # A used worker may have run out of memory for other answers' sake: a new one tells.
                 if reply == "timeout" or (reply == "memory" and fresh):
                     return "timeout"
-            raise RuntimeError(f"grading workers keep dying ({reply}): is memory short, or math-verify not installed?")
+            raise GraderError(f"grading workers keep dying ({reply}): is memory short, or math-verify not installed?")
         finally:
             self._idle.put(worker)
 

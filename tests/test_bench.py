@@ -236,7 +236,7 @@ def test_a_run_that_crashed_stays_crashed_and_every_table_says_so(tmp_path: Path
     plan = plan_in(tmp_path, "--max-gap", "1e-12")
     runs = train(plan, ["GRPO"])
     (run,) = runs["GRPO"]
-    assert run.crashed and run.record["crash"]["status"] == 1 and "the limits are 1e-12" in run.record["crash"]["error"]
+    assert run.crashed and run.record["crash"]["status"] == 1 and "the limits are 1e-11 and 1e-12" in run.record["crash"]["error"]
     assert str(tmp_path) not in run.record["crash"]["error"]  # it goes into a page that others read
     assert named("GRPO", runs["GRPO"]) == "GRPO (seed 0 **crashed** at step 0)"
     before = (run.folder / "run.json").stat().st_mtime_ns

@@ -242,7 +242,7 @@ def test_verdicts_come_by_group_in_order_and_pruned_rollouts_get_none() -> None:
 
     def rollout(group: int, text: str, finish: str = "stop") -> Rollout:
         ends = [tokenizer.eos_token_id] if finish == "stop" else []
-        return Rollout(group, tokenizer(text)["input_ids"] + ends, finish=finish)
+        return Rollout(group, token_ids=tokenizer(text)["input_ids"] + ends, finish=finish)
 
     prompts = {
         7: Prompt(Problem("a", "1+1=?", "2"), tokenizer("1+1=?\n")["input_ids"]),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from arrol import Trainer
 from support.args import TINY, parse
 from support.grader import Verdict
 from support.metrics import head_metrics
+from support.report import Clock
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ("grpo", "dapo", "one prompt")
@@ -173,17 +175,19 @@ def test_several_ranks_speak_and_write_as_one(runs: Path) -> None:
         "metrics.jsonl",
         "reward.png",
         "rollouts.jsonl",
+        "rollouts.png",
     ]
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(
-    own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = object.__new__(Trainer)
-    trainer.args, trainer.step_number = parse(["--rollout-seeds" if own else "--no-rollout-seeds"]), 3
-    seeds = set()
-    for rank in range(4):
-        monkeypatch.setenv("RANK", str(rank))
-        seeds.add(trainer._seed(0))
-    assert len(seeds) == (1 if own else 4)
+def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(own: bool) -> None:
+    """Engines of several ranks would all sample the same, were it not for their number in the seed."""
+    trainer, seeds = object.__new__(Trainer), []
+    trainer.args = parse(["--rollout-seeds" if own else "--no-rollout-seeds"])
+    trainer.pruner = trainer.sampling = None
+    trainer.parts, trainer.clock = SimpleNamespace(tokenizer=None, grader=None), Clock()
+    for number in range(4):
+        generate = lambda *_, seed, **__: seeds.append(seed) or []  # noqa: E731
+        trainer.engine = SimpleNamespace(number=number, generate=generate)
+        trainer.generate({}, step=3, attempt=0)
+    assert len(set(seeds)) == (1 if own else 4)
