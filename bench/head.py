@@ -1,7 +1,7 @@
 """What the quality head can know, from when on, and how well its posterior is calibrated, beside trace confidence (Fig. 2 b-d).
 
-    python bench/head.py                                    the newest ARRoL run in bench/runs; if there is none, 20 steps are trained
-    python bench/head.py --model runs/NAME/checkpoint-20    any flag of tts.py goes too
+    python -m bench.head                                    the newest ARRoL run in bench/runs; if there is none, 20 steps are trained
+    python -m bench.head --model runs/NAME/checkpoint-20    any flag of tts.py goes too
 
 Samples 16 answers to each of 200 held-out problems, and takes the states that produced their tokens from a transformers pass. At each of
 eight detection lengths L a head is trained on one half of the problems and judged on the other, both ways, for three splits; it sees the
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import shutil
 import statistics
 import sys
 import time
@@ -24,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
 import tts
+from bench import runs
 from bench.head_states import token_scores
-from bench.runs import RECORD, last_words, run_program
-from bench.tables import machine, markdown, save
+from bench.tables import described, markdown, save, table
 from calibration import Calibrator, bin_index
 from quality_head import HeadTrainer, QualityHead
 from support import checkpoint
@@ -47,7 +44,6 @@ SPLITS = (0, 1, 2)
 ROUNDS = 8  # of HeadTrainer.train, each 4 passes: AUCs change by less than their spread from 4 to 16
 TIMED, REPEATS = 2, 3  # samples per problem of the generations that are timed, and how often
 BINS = (128, 32, 10)
-STEPS = 20  # of a run that is trained here
 Cells = dict[str, float]
 
 # ------------------------------------------------------------------ the sample
@@ -335,74 +331,18 @@ SIGNALS = {
 }
 
 
-def text(results: dict) -> str:
-    """head.md."""
-    rows = [
-        [
-            "L",
-            "beyond",
-            "tokens",
-            "time",
-            "signal",
-            "Spearman",
-            "AUC",
-            "within",
-            "within, same",
-            "accuracy",
-            "base rate",
-        ]
-    ]
+def by_length(results: dict) -> str:
+    """The table by detection length."""
+    columns = ("Spearman", "AUC", "within", "within, same", "accuracy", "base rate")
+    keys = ("spearman", "auc", "auc_within", "auc_within_same", "accuracy", "base_rate")
+    rows = [["L", "beyond", "tokens", "time", "signal", *columns]]
     for length, cost in results["costs"].items():
+        known = [f"**{length}**", *(f"{cost[key]:.0%}" for key in ("reached", "tokens", "time"))]
         for name, cells in results["lengths"][length].items():
-            known = [f"**{length}**", *(f"{cost[key]:.0%}" for key in ("reached", "tokens", "time"))]
-            rows.append([
-                *(known if name == "head" else [""] * 4),
-                SIGNALS[name],
-                *(cells[key].show() for key in ("spearman", "auc", "auc_within", "auc_within_same", "accuracy")),
-                cells["base_rate"].show() if "base_rate" in cells else "",
-            ])  # fmt: skip
+            rows.append([*known, SIGNALS[name], *(cells[key].show() if key in cells else "" for key in keys)])
+            known = [""] * 4
     rows.append(["*the paper's: 512*", "", "", "", "quality head", "a plateau", "", "", "", "0.824", ""])
-
-    def table(head: str, body: dict[str, dict[str, Spread]]) -> str:
-        columns = list(next(iter(body.values())))
-        return markdown(
-            [[head, *columns], *([name, *(cells[key].show() for key in columns)] for name, cells in body.items())]
-        )
-
-    made = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    return f"""# Quality head and trace confidence (Fig. 2 b–d)
-
-`{results["model"]}`: {results["rollouts"]:,} rollouts of {results["problems"]} problems, {results["right"]:.1%} right, {results["mean_length"]:.1f} tokens
-on average, the run's L_detect {results["detect"]}. Heads are trained from scratch on one half of the problems and judged on the other, both ways,
-for {len(SPLITS)} splits. ± is the standard deviation over these {2 * len(SPLITS)} halves.
-
-## By detection length
-
-"beyond": rollouts that go on after L tokens, which are the ones that are scored. "tokens", "time": of sampling all of it, what it takes to get
-all of them to L. "within": AUC within problems. "within, same": on the rollouts that go on beyond the longest L, so that lengths compare. A
-confidence has no natural threshold: its accuracy is that of the best one on the other half.
-
-{markdown(rows)}
-
-The paper's accuracy is that of Qwen3-1.7B in training (Sec. 5.2); its Fig. 2 (Qwen3-4B) gives no other number in words.
-
-## Calibration at L_detect = {results["detect"]}
-
-On a quarter of the problems that neither head nor posterior has seen; another quarter fills the window. Smoothing α = 1.
-
-{table("posterior", results["calibration"])}
-
-## Which states train the best head
-
-Trained on the states at L_detect, on those of the last token, or on both (`--head-states`), and judged at each. Heads of this table other than the
-run's own have seen half of these problems, {results["problems"] // 2}, and one policy; the run's own saw others, more of them, and all policies on the way.
-
-{table("trained on", results["training_states"])}
-
-Seed {results["seed"]}, splits {", ".join(map(str, SPLITS))}; flags `{" ".join(results["flags"]) or "none"}`; {made["processor"]}, {made["cores"]} cores,
-{versions}; {results["seconds"]:.0f} s.
-"""
+    return markdown(rows)
 
 
 def picture(results: dict, judged: Judged) -> Figure:
@@ -445,21 +385,9 @@ def picture(results: dict, judged: Judged) -> Figure:
 
 
 def checkpoint_to_use() -> Path:
-    """The last one of the newest ARRoL run of bench/runs that ended well; if there is none, of a run of 20 steps, trained now."""
-    runs = ROOT / "bench" / "runs"
-    records = {path: json.loads(path.read_text("utf-8")) for path in runs.glob(f"*/{RECORD}")}
-    well = [path for path, r in records.items() if r["method"] == "GRPO + ARRoL" and r["crash"] is None]
-    for path in sorted(well, key=lambda path: path.stat().st_mtime, reverse=True):
-        if found := checkpoint.complete(path.parent):
-            return found[-1]
-    folder = runs / "head"
-    if not checkpoint.complete(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        flags = f"--steps {STEPS} --baseline-steps 0 --eval-problems 0 --eval-every 0 --output".split()
-        if run_program([str(ROOT / "arrol.py"), *flags, str(folder)], folder, "training", STEPS):
-            sys.exit(f"head.py: training failed: {last_words(folder)}")
-    return checkpoint.complete(folder)[-1]
+    """The last checkpoint of an ARRoL run of bench/runs, which is trained if it is missing."""
+    plan, _ = runs.read_flags(runs.run_parser(__doc__), ["--seeds", "2"])
+    return checkpoint.complete(runs.train(plan, ["GRPO + ARRoL"])["GRPO + ARRoL"][0].folder)[-1]
 
 
 def measure(args: tts.TtsArgs, problems: int) -> tuple[dict, Judged]:
@@ -506,10 +434,18 @@ def main() -> None:
         "data": args.data,
         "seed": args.seed,
         "flags": sys.argv[1:],
-        "machine": machine(),
+        "machine": runs.machine(),
         "seconds": round(time.perf_counter() - start, 1),
     }
-    save("head", own.results, results, text(results), picture(results, judged))
+    tables = {
+        "by_length": by_length(results),
+        "calibration": table("posterior", results["calibration"]),
+        "training_states": table("trained on", results["training_states"]),
+        "splits": ", ".join(map(str, SPLITS)),
+        "flags": " ".join(results["flags"]) or "none",
+        "machine": described(runs.machine()),
+    }
+    save("head", own.results, results, picture(results, judged), **tables)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Which state of a finished answer should the quality head score? AUC within problems, and accuracy of the rank vote, for each.
 
-    python bench/head_states.py --model runs/NAME/checkpoint-20       flags of tts.py; about 3 minutes on 2 CPU cores
+    python -m bench.head_states --model runs/NAME/checkpoint-20       flags of tts.py; about 3 minutes on 2 CPU cores
 
 Samples the candidates as tts.py does, passes them through transformers for the states of all their tokens, and scores with the run's own head:
 the state that produced the last token (which tts.py uses), the one at L_detect (the last one of shorter answers), the one that opened the last box, and
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tts
 
 BOX = "\\boxed{"

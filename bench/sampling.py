@@ -1,7 +1,7 @@
 """What the extras of sampling cost: token confidence, the last states, a seed for each rollout. Ratios within one run.
 
-    python bench/sampling.py                            the embedded model, 256 in flight, about 4 minutes on 2 CPU cores
-    python bench/sampling.py --model Qwen/Qwen3-1.7B-Base --data math500 --rounds 3
+    python -m bench.sampling                            the embedded model, 256 in flight, about 4 minutes on 2 CPU cores
+    python -m bench.sampling --model Qwen/Qwen3-1.7B-Base --data math500 --rounds 3
 
 Each round samples the same prompts once plainly and once with each extra, in an order that rotates; a ratio is the median over rounds of
 seconds with the extra / seconds without it in the same round. Any flag of tts.py goes too.
@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tts
 
 EXTRAS = ("nothing", "confidence", "last states", "both", "rollout seeds")

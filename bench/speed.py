@@ -27,27 +27,28 @@ PAPER = {"generate": 1.46, "logprob": 1.84, "update": 2.08}
 
 def measure(args: Args, pairs: int) -> tuple[Args, list[dict], list[dict]]:
     """The flags with the L_detect that was found, and the metrics of `pairs` steps of each kind."""
-    from arrol import workbench
+    # They import vLLM, which takes seconds.
+    from arrol import Trainer
+    from support.launch import open_parts
 
-    with workbench(args) as trainer:
-        plain = trainer(dataclasses.replace(args, prune="none"))
+    with open_parts(args) as parts:
+        engine, plain = parts.engine, Trainer(dataclasses.replace(args, prune="none"), parts)
         length = plain.step()[0]["length_mean"]
         args = dataclasses.replace(args, detect_length=max(1, round(length / 4)))
-        plain.engine.detect_length = plain.args.detect_length = args.detect_length
+        engine.detect_length = plain.args.detect_length = args.detect_length
         print(f"mean response {length:.1f} tokens, L_detect {args.detect_length}")
-        pruned = trainer(args)
+        pruned = Trainer(args, parts)
         # Fill head and windows; then one step with pruning to warm up.
         for _ in range(args.cold_start + 1):
             pruned.step()
         lines: tuple[list[dict], list[dict]] = ([], [])
         for pair in range(pairs):
-            plain.taken = pruned.taken
+            plain.prompts_used = pruned.prompts_used
             for kind in (0, 1) if pair % 2 == 0 else (1, 0):
-                metrics, _ = (plain, pruned)[kind].step()
-                engine = plain.engine
+                metrics, *_ = (plain, pruned)[kind].step()
                 lines[kind].append(metrics | {"hook": engine.hook_seconds, "generation": engine.step_seconds})
                 print(f"pair {pair + 1}/{pairs} {('GRPO', 'ARRoL')[kind]:5s} {metrics['time_step']:.3f} s", flush=True)
-        return args, *lines
+    return args, *lines
 
 
 def compare(plain: list[dict], pruned: list[dict], prompt_tokens: float) -> dict[str, dict]:
