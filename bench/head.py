@@ -285,7 +285,7 @@ def at_length(sample: Sample, length: int) -> Rows:
 
 
 def training_states(sample: Sample, own: QualityHead | None) -> Rows:
-    """AUC at L_detect and at the last token, of heads trained on states of the one, the other, both, and the run's own."""
+    """AUC at L_detect and at the last token, of heads trained on either, on both, and the run's own."""
     here = sample.reach(sample.detect)
     detect, last, labels, groups = sample.states[sample.detect], sample.states["last"], sample.labels, sample.groups
     rows: dict[str, list[Cells]] = defaultdict(list)
