@@ -34,7 +34,7 @@ Tilt = Literal["group", "printed"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The constants of Eq. 2. Raises ValueError where they make no sense; κ = 1 needs none."""
+    """The constants of Eq. 2. Raises ValueError where they make no sense. κ = 1: nothing is pruned."""
 
     keep_ratio: float = 0.5  # κ, expected share of scored rollouts that survive
     positive_target: float = 0.5  # ρ, share of right ones among the survivors to steer to
@@ -44,7 +44,8 @@ class Settings:
     tilt: Tilt = "group"  # `tilt_group` or `tilt_printed`
 
     def __post_init__(self) -> None:
-        if not 0 <= self.p_min <= self.keep_ratio <= self.p_max <= 1:
+        reachable = self.keep_ratio == 1 or self.p_min <= self.keep_ratio <= self.p_max
+        if not (reachable and 0 <= self.p_min <= self.p_max <= 1):
             raise ValueError(f"no bias reaches a keep ratio outside [p_min, p_max], or those outside [0, 1]: {self}")
         if not (0 <= self.positive_target <= 1 and 0 <= self.balance < math.inf):
             raise ValueError(f"positive_target must lie in [0, 1] and balance in [0, inf): {self}")

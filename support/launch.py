@@ -1,93 +1,121 @@
-"""What a run needs before it starts: the tokenizer, the prompts to train on, the sets to evaluate on, and the engine itself.
-
-Bad input ends the program here, with one sentence.
-"""
+"""From flags to a running trainer, and from errors to one sentence each."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import random
+import signal
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from engine import Engine
-from support import data
-from support.args import Args, fail
-from support.distributed import say
-from support.evaluation import EvalSet, contaminated, held_out_benchmark, load_benchmark
+from calibration import Settings
+from engine import Engine, EngineError, NothingScored, PruneHook
+from grpo import Learner, LossConfig, NonFiniteGradients, Policy, SamplerGapError
+from grpo import shard as shard_policy
+from support import checkpoint, data, distributed
+from support.args import Args, SamplingArgs, fail
+from support.distributed import print0, rank
+from support.evaluation import EvalSet, contaminated, load_benchmark, make_benchmark
+from support.grader import Grader, GraderError
+from support.memory import first_misfit
+from support.pictures import plot_reward
+from support.report import load_metrics, summary
+from tiny.sums import sums_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from tts import TtsArgs
+# What ends a run for a reason that one sentence can tell.
+STOPS = (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError)
 
 
-def load_prompts(args: Args, tokenizer) -> tuple[list[data.Prompt], list[EvalSet]]:
-    """Prompts to train on and the sets to evaluate on; says in a line each what they are, ends the program where none is left."""
-    try:
-        problems, line = data.load(args.dataset, args.seed)
-        built_in, held_out = data.sums_range(args.dataset), []
-        if "held-out" in args.eval_data and not built_in:
-            random.Random(0).shuffle(problems)  # not the run's seed: runs are compared on the same held-out problems
-            cut = min(args.eval_problems, len(problems) // 10)
-            problems, held_out = problems[cut:], problems[:cut]
-        benchmarks = []
-        for spec in args.eval_data:
-            if spec == "held-out" and not built_in:
-                benchmarks.append(held_out_benchmark(held_out))
-            elif args.eval_problems or not data.sums_range(spec if spec != "held-out" else args.dataset):
-                found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
-                benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
-    except ValueError as error:
-        fail(str(error))
-    for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
-        if count > 1:
-            fail(
-                f"--eval-data: {count} sets are called {name}, and so are their scores; rename a file, or leave one out"
-            )
-    prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
-    if not prompts:
-        fail(
-            f"--dataset {args.dataset}: no prompt is left to train on ({line}; {dropped} longer than --max-prompt {args.max_prompt})"
-        )
-    say(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
-    sets = []
-    for benchmark in benchmarks:
-        kept, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
-        if not benchmark.problems:
-            say(f"evaluation: {benchmark.report}; it is empty and not evaluated")
-        else:
-            sets.append(EvalSet(benchmark.name, benchmark.metric, kept, too_long))
-            seen = len(contaminated(benchmark.problems, problems))
-            say(
-                f"evaluation: {benchmark.report}"
-                + (f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else "")
-                + (f"; CONTAMINATED: {seen} of them are in the training set" if seen else "")
-            )
-    return prompts, sets
+@dataclasses.dataclass
+class Parts:
+    """What the runs of one process share."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[data.Prompt]
+    eval_sets: list[EvalSet]
+    stop_token_ids: list[int]
+    grader: Grader
+    device: torch.device
 
 
-def load_tokenizer(args: Args | TtsArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
-    """The model's tokenizer, the ids that end a response, and its config; ends the program where they do not load."""
+# ------------------------------------------------------------------ data, model, engine
+
+
+def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
+    """The model's tokenizer, the ids that end a response, and its config."""
     try:
         config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
     except (OSError, ValueError) as error:
         fail(f"--model {args.model}: its config or tokenizer cannot be loaded: {str(error).splitlines()[0]}")
     try:
         generation_config = GenerationConfig.from_pretrained(args.model)
-    except OSError:  # many base models have none
+    except OSError:
+        # Many base models have none.
         generation_config = None
     limit = getattr(config, "max_position_embeddings", args.max_length)
     if args.max_length > limit:
         fail(f"--max-length {args.max_length}: the model has {limit} positions")
     return tokenizer, data.stop_token_ids(tokenizer, config, generation_config), config
+
+
+def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[data.Prompt], list[EvalSet]]:
+    """Prompts to train on and the sets to evaluate on, with a printed line on each."""
+    try:
+        problems, line = data.load(args.dataset, args.seed, args.dataset_config, args.dataset_split)
+        built_in, held_out = sums_range(args.dataset), []
+        if "held-out" in args.eval_data and not built_in:
+            # Not the run's seed: runs are compared on the same held-out problems.
+            random.Random(0).shuffle(problems)
+            cut = min(args.eval_problems, len(problems) // 10)
+            problems, held_out = problems[cut:], problems[:cut]
+        benchmarks = []
+        for spec in args.eval_data:
+            if spec == "held-out" and not built_in:
+                benchmarks.append(make_benchmark("held-out", held_out, "avg", "the training set"))
+            elif args.eval_problems or not sums_range(spec if spec != "held-out" else args.dataset):
+                found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
+                benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
+    except ValueError as error:
+        fail(str(error))
+    for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
+        if count > 1:
+            fail(f"--eval-data: {count} sets are called {name}, as are their scores; rename a file or leave one out")
+    try:
+        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    except ValueError as error:
+        fail(str(error))
+    if not prompts:
+        too_long = f"{dropped} longer than --max-prompt {args.max_prompt}"
+        fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {too_long})")
+    print0(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
+    sets = []
+    for benchmark in benchmarks:
+        if not benchmark.problems:
+            print0(f"evaluation: {benchmark.report}; it is empty and not evaluated")
+            continue
+        kept, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+        sets.append(EvalSet(benchmark.name, benchmark.metric, kept, too_long))
+        seen = len(contaminated(benchmark.problems, problems))
+        long = f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else ""
+        known = f"; CONTAMINATED: {seen} of them are in the training set" if seen else ""
+        print0(f"evaluation: {benchmark.report}{long}{known}")
+    return prompts, sets
 
 
 def quiet(verbose: bool) -> None:
@@ -99,19 +127,20 @@ def quiet(verbose: bool) -> None:
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
-    """What weights are sampled with and saved in: bfloat16 on a GPU; a CPU without AVX512-BF16 emulates it, 10 times slower."""
+    """What weights are sampled with and saved in. A CPU without AVX512-BF16 emulates bfloat16, 10 times slower."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @contextlib.contextmanager
-def engine_from(args: Args | TtsArgs, device: torch.device, tensor_parallel: int = 1) -> Iterator[Engine]:
-    """The engine that the flags ask for, taken down at the end; the process group, which it uses, must outlive it."""
+def engine_from(args: SamplingArgs, device: torch.device, tensor_parallel: int = 1) -> Iterator[Engine]:
+    """The engine that the flags ask for, taken down at the end, before the process group, which it uses."""
     engine = Engine(
         args.model,
         args.detect_length,
         args.max_length,
         args.max_num_seqs,
         tensor_parallel=tensor_parallel,
+        number=distributed.engine_number(),
         dtype=working_dtype(device),
         seed=args.seed,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -122,3 +151,160 @@ def engine_from(args: Args | TtsArgs, device: torch.device, tensor_parallel: int
         yield engine
     finally:
         engine.close()
+
+
+def load_policy(args: Args, device: torch.device, frozen: bool = False) -> Policy:
+    """The model under FSDP2, to be trained or as the frozen reference of `--beta`."""
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    policy = Policy(model, args.temperature)
+    checkpointing = device.type == "cuda" and not frozen
+    return shard_policy(policy, device, checkpointing, offload=args.offload).requires_grad_(not frozen)
+
+
+def make_learner(args: Args, device: torch.device) -> Learner:
+    """Policy, loss and optimizer as the flags say."""
+    high = args.clip_high if args.clip_high is not None else (0.28 if args.algo == "dapo" else 0.2)
+    return Learner(
+        load_policy(args, device),
+        LossConfig(args.algo, args.clip_low, high, args.beta, args.tis_cap),
+        lr=args.lr,
+        warmup_steps=args.warmup_steps,
+        weight_decay=args.weight_decay,
+        grad_clip=args.grad_clip,
+        token_budget=args.token_budget,
+        minibatches=args.minibatches,
+        reference=load_policy(args, device, frozen=True) if args.beta > 0 else None,
+    )
+
+
+def make_pruner(pruner: type, args: Args, hidden_size: int, device: torch.device) -> PruneHook | None:
+    """A `pruner` as the flags say, whose decisions all ranks of an engine share; None for `--prune none`."""
+    if args.prune == "none":
+        return None
+    settings = Settings(args.keep_ratio, args.positive_target, args.balance, args.p_min, args.p_max, args.tilt)
+    made = pruner(
+        hidden_size,
+        args.group_size,
+        settings,
+        rule=args.prune,
+        draw=args.survival,
+        min_survivors=args.min_survivors,
+        cold_start=args.cold_start,
+        bins=args.bins,
+        alpha=args.alpha,
+        window=args.window,
+        head_width=args.head_width,
+        head_lr=args.head_lr,
+        seed=args.seed,
+        device=device,
+    )
+    return distributed.SharedDecisions(made) if args.tp > 1 else made
+
+
+def gap_limits(args: Args, device: torch.device) -> tuple[float, float]:
+    """Largest |log-prob of sampler - of trainer|, in nats: of one token, and on average over a batch."""
+    exact = working_dtype(device) == torch.float32
+    mean = args.max_gap if args.max_gap is not None else (0.001 if exact else 0.1)
+    return (10 if exact else 50) * mean, mean
+
+
+def grader_workers() -> int:
+    """Processes that grade for this rank: half of its share of this machine's CPUs, 2 to 16."""
+    cpus, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(cpus // (2 * ranks), 2), 16)
+
+
+@contextlib.contextmanager
+def open_parts(args: Args) -> Iterator[Parts]:
+    """Data, grader and engine, taken down at the end. Bad input ends the program with one sentence."""
+    quiet(args.verbose)
+    try:
+        device = distributed.start_process_group(args.tp)
+    except RuntimeError as error:
+        fail(str(error))
+    try:
+        with distributed.node_by_node():
+            tokenizer, stop_token_ids, config = load_tokenizer(args)
+            if device.type == "cuda":
+                total = torch.cuda.get_device_properties(device).total_memory
+                if problem := first_misfit(config, args, distributed.world_size(), total):
+                    fail(f"--model {args.model}: {problem}")
+            prompts, eval_sets = load_prompts(args, tokenizer)
+        with Grader(grader_workers()) as grader, engine_from(args, device, args.tp) as engine:
+            # Before the trainer's weights go to the GPU.
+            engine.sleep()
+            yield Parts(engine, tokenizer, prompts, eval_sets, stop_token_ids, grader, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------ the program
+
+
+def run(args: Args, trainer: type) -> int:
+    """Train as `args` say, after a baseline if they ask for one; returns the exit status."""
+    for notice in (signal.SIGINT, signal.SIGTERM):
+        # A cluster's notice is treated as Ctrl-C.
+        signal.signal(notice, signal.default_int_handler)
+    resume_from = None
+    if args.resume:
+        found = checkpoint.complete(Path(args.output))
+        if not found:
+            fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
+        resume_from = found[-1]
+    try:
+        with open_parts(args) as parts:
+            # Ranks may differ in the time of day, which names the folder.
+            args.output, resume_from = distributed.broadcast((args.output, resume_from))
+            _train(args, parts, trainer, resume_from)
+        return 0
+    except KeyboardInterrupt:
+        print0(f"\nstopped; the step under way was dropped. {where_to_resume(Path(args.output))}", sys.stderr)
+        return 130
+    except STOPS as error:
+        # On all ranks, or on this one alone.
+        who = f"arrol.py, rank {rank()}" if rank() else "arrol.py"
+        print(f"\n{who}: stopped: {error}\n{where_to_resume(Path(args.output))}", file=sys.stderr)
+        return 1
+
+
+def _train(args: Args, parts: Parts, trainer: type, resume_from: Path | None) -> None:
+    """The baseline, the run, the table and the pictures."""
+    folder = Path(args.output)
+    if rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = dataclasses.asdict(args) | {"resume": ""}
+        (folder / "args.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False))
+    distributed.barrier()
+    runs, method = {}, args.algo.upper()
+    baseline = folder / "baseline"
+    if args.baseline_steps and args.prune != "none" and not resume_from:
+        plain = dataclasses.replace(args, prune="none", steps=args.baseline_steps, output=str(baseline))
+        trainer(plain, parts).run(method, checkpoints=False)
+    if baseline.is_dir():
+        runs[method] = load_metrics(baseline)
+    name = method + {"arrol": " + ARRoL", "random": " + random pruning", "none": ""}[args.prune]
+    runs[name] = trainer(args, parts).run(name, resume_from)
+    if rank() == 0:
+        plot_reward(runs, folder / "reward.png")
+        pictures = [str(folder / n) for n in ("reward.png", "rollouts.png") if (folder / n).is_file()]
+        saved = "".join(f", {found.name}" for found in checkpoint.complete(folder)[-1:])
+        print(f"{summary(runs)}\n\npictures: {', '.join(pictures)}")
+        print(f"run folder: {folder}  (metrics.jsonl, rollouts.jsonl{saved})")
+
+
+def save_or_warn(trainer: object, folder: Path) -> None:
+    """A checkpoint that cannot be written costs the checkpoint and not the run."""
+    try:
+        trainer.save(folder)
+    except checkpoint.SaveError as error:
+        print0(f"\n{Path(sys.argv[0]).name}: {error}. {where_to_resume(folder)} The run goes on.", sys.stderr)
+
+
+def where_to_resume(folder: Path) -> str:
+    """One sentence on the newest checkpoint of a run folder."""
+    found = checkpoint.complete(folder)
+    if not found:
+        return f"There is no checkpoint in {folder} yet."
+    return f"The last checkpoint is {found[-1]}: go on with --resume {folder}"

@@ -6,6 +6,7 @@ What is undefined, such as the AUC of one class, is NaN.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from calibration import bin_index
+from engine import Rollout
+
+Metrics = dict[str, float]
 
 
 def _ranks(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,3 +132,86 @@ def interval(
     ]
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+# ------------------------------------------------------------------ a training step
+
+
+def step_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
+    """What the graded rollouts of a step tell: see the glossary in docs/training.md.
+
+    The head's numbers compare each score with the reward that came after it: it had not seen them.
+    """
+    metrics = rollout_metrics(rollouts, detect_length)
+    verdicts = Counter(r.verdict for r in rollouts if r.verdict)
+    for kind in ("right", "wrong", "no answer", "timeout", "bad gold"):
+        metrics[f"verdict_{kind.replace(' ', '_')}"] = verdicts[kind]
+    metrics["tokens_trained"] = sum(len(r.token_ids) for r in rollouts if r.advantage is not None)
+    known = [r for r in rollouts if r.score is not None and r.reward is not None and math.isfinite(r.score)]
+    if known:
+        scores, rewards = torch.tensor([r.score for r in known]), torch.tensor([r.reward for r in known])
+        quality = head_metrics(scores, rewards, torch.tensor([r.group for r in known]))
+        metrics |= {f"head_{name}": value for name, value in quality.items()}
+        metrics["ece"] = ece(torch.tensor([r.posterior for r in known]), rewards)
+    return metrics
+
+
+def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
+    """Sampling and pruning. What is said of pruned rollouts is estimated.
+
+    Ratios and lengths are those of the scored survivors, each weighted by 1 / p (it stands for the
+    1 / p that arrived). That a group had no variance is a chance, from how many survivors agree.
+    """
+    judged = [r for r in rollouts if r.reward is not None]
+    pruned = [r for r in rollouts if r.finish == "pruned"]
+    scored = [(r, 1 / (r.survival or 1.0)) for r in judged if len(r.token_ids) > detect_length]
+    short = [r.reward for r in judged if len(r.token_ids) <= detect_length]
+    survived = sum(r.finish != "pruned" and len(r.token_ids) > detect_length for r in rollouts)
+    arrived, weight = survived + len(pruned), sum(w for _, w in scored)
+    positive_scored = _ratio(sum(w * r.reward for r, w in scored), weight)
+    beyond = _ratio(sum(w * (len(r.token_ids) - detect_length) for r, w in scored), weight)
+    groups = rewards_by_group(rollouts)
+    means = [sum(rewards) / len(rewards) for rewards in groups.values() if rewards]
+    lost = Counter(r.group for r in pruned)
+    estimated = arrived if scored else 0
+    return {
+        "rollouts": len(rollouts),
+        "scored": arrived,
+        "pruned": len(pruned),
+        "keep_ratio": _ratio(survived, arrived),
+        "reward": _ratio(sum(short) + (estimated * positive_scored if scored else 0.0), len(short) + estimated),
+        "positive_scored": positive_scored,
+        "positive_kept": _ratio(sum(r.reward for r, _ in scored), len(scored)),
+        "rho_mean": _ratio(sum(means), len(means)),
+        "rho_variance": _ratio(sum(m * (1 - m) for m in means), len(means)),
+        "zero_variance_before": _ratio(sum(_chance_of_no_variance(groups[g], lost[g]) for g in groups), len(groups)),
+        "zero_variance_after": _ratio(sum(len(set(rewards)) < 2 for rewards in groups.values()), len(groups)),
+        "tokens_generated": sum(len(r.token_ids) for r in rollouts),
+        "tokens_saved": beyond * len(pruned) if pruned else 0.0,
+        "tokens_kept": sum(len(r.token_ids) for r in rollouts if r.finish != "pruned"),
+        "length_mean": _ratio(sum(len(r.token_ids) for r in judged), len(judged)),
+        "truncated": _ratio(sum(r.finish == "length" for r in judged), len(judged)),
+    }
+
+
+def rewards_by_group(rollouts: list[Rollout]) -> dict[int, list[float]]:
+    """Rewards of each group's survivors; a group without any is there, and empty."""
+    rewards: dict[int, list[float]] = {r.group: [] for r in rollouts}
+    for r in rollouts:
+        if r.reward is not None:
+            rewards[r.group].append(r.reward)
+    return rewards
+
+
+def _chance_of_no_variance(rewards: list[float], pruned: int) -> float:
+    """Chance that all of a group were right, or all wrong, given its survivors.
+
+    0 if they differ, else by Laplace's rule of succession: (n + 1) / (n + m + 1) for n survivors
+    that are alike and m pruned siblings.
+    """
+    return 0.0 if len(set(rewards)) > 1 else (len(rewards) + 1) / (len(rewards) + pruned + 1)
+
+
+def _ratio(part_sum: float, total: float) -> float:
+    """part_sum / total, NaN where there is nothing."""
+    return part_sum / total if total else math.nan

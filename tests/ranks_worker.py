@@ -1,7 +1,9 @@
-"""The runs that test_ranks.py compares, on one engine: [torchrun …] tests/ranks_worker.py FOLDER [CHECKPOINT]
+"""The runs that test_ranks.py compares, on one engine: [torchrun …] tests/ranks_worker.py FOLDER
+[CHECKPOINT]
 
-The first is the program's own, arrol.main; the others follow before it takes the engine down. With CHECKPOINT, the run that it belongs
-to is gone on with as well. Every rank leaves FOLDER/rank-N.json, hashes of what it has learnt.
+The first is the program's own, as arrol.py runs it; the others follow before it takes the engine
+down. With CHECKPOINT, the run that it belongs to is gone on with as well. Every rank leaves
+FOLDER/rank-N.json, hashes of what it has learnt.
 """
 
 from __future__ import annotations
@@ -12,20 +14,22 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
-import arrol
-from arrol import Trainer, workbench
+from arrol import Trainer
+from support import launch
 from support.args import Args, parse
 from support.distributed import rank
 
-FLAGS = (  # 40 rollouts and about 900 prompt tokens a step: vLLM starts them all at once, so that no group arrives in portions
+# 40 rollouts and about 900 prompt tokens a step: vLLM starts them all at once, so that no group
+# arrives in portions.
+FLAGS = (
     "--prompts 5 --group-size 8 --steps 4 --cold-start 1 --warmup-steps 0 --lr 1e-4 --rollout-seeds --log-rollouts all "
-    "--eval-problems 9 --eval-n 1 --baseline-steps 0 --max-num-seqs 64 --kv-cache-gb 0.25 --checkpoint-every 2 --grader-workers 1"
+    "--eval-problems 9 --eval-n 1 --baseline-steps 0 --max-num-seqs 64 --kv-cache-gb 0.25 --checkpoint-every 2"
 ).split()
 OTHERS = {
     "dapo": {"algo": "dapo", "prompts": 3, "steps": 2, "max_refills": 2, "survival": "systematic", "minibatches": 1},
@@ -46,22 +50,28 @@ def learnt(trainer: Trainer) -> dict[str, str]:
 
 
 def main(folder: Path, begun: Path | None) -> int:
+    open_parts = launch.open_parts
+
     @contextlib.contextmanager
-    def longer(args: Args) -> Iterator[Callable[[Args], Trainer]]:
-        """The program's workbench, with more runs on it before it is taken down."""
-        runs: dict[str, Trainer] = {}
-        with workbench(args) as trainer:
-            yield lambda flags: runs.setdefault("grpo", trainer(flags))
+    def open_parts_longer(args: Args) -> Iterator[launch.Parts]:
+        """The program's parts, with more runs on them before they are taken down."""
+        with open_parts(args) as parts:
+            yield parts
             for name, changes in OTHERS.items():
-                runs[name] = trainer(dataclasses.replace(args, output=str(folder / name), **changes))
+                runs[name] = Trainer(dataclasses.replace(args, output=str(folder / name), **changes), parts)
                 runs[name].run(name, checkpoints=False)
             if begun:
-                trainer(dataclasses.replace(args, output=str(begun.parent))).run("resumed", resume_from=begun)
+                Trainer(dataclasses.replace(args, output=str(begun.parent)), parts).run("resumed", resume_from=begun)
             hashes = {name: learnt(run) for name, run in runs.items()}
             (folder / f"rank-{rank()}.json").write_text(json.dumps(hashes))
 
-    arrol.workbench = longer
-    return arrol.main(parse([*FLAGS, "--output", str(folder / "grpo")]))
+    runs: dict[str, Trainer] = {}
+
+    def trainer(args: Args, parts: launch.Parts) -> Trainer:
+        return runs.setdefault("grpo", Trainer(args, parts))
+
+    launch.open_parts = open_parts_longer
+    return launch.run(parse([*FLAGS, "--output", str(folder / "grpo")]), trainer)
 
 
 if __name__ == "__main__":

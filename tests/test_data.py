@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from support.data import INSTRUCTION, Problem, load, stop_token_ids, sums, sums_range, tokenize
+from support.data import INSTRUCTION, Problem, _key, load, stop_token_ids, sums, tokenize, unwrap
+from tiny.sums import sums_range
 
 DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -69,8 +71,8 @@ def test_sums_that_make_no_sense_are_refused(source: str) -> None:
     with pytest.raises(ValueError, match=f"^--dataset {source}: "):
         load(source)
     if source != "sums:1-1:1":  # well-formed, but too few
-        with pytest.raises(ValueError, match=f"^--data {source}: "):
-            sums_range(source, "--data")
+        with pytest.raises(ValueError, match=f"^{source}: "):
+            sums_range(source)
 
 
 # ------------------------------------------------------------------ files
@@ -91,11 +93,120 @@ def test_sums_that_make_no_sense_are_refused(source: str) -> None:
         (chat_row("What is 1+1?", "2"), "2"),
         (chat_row(DAPO_HEAD + "What is 1+1?" + DAPO_TAIL, "2"), "2"),
         (chat_row("Solve the following math problem step by step.\n\nWhat is 1+1?", "2"), "2"),
+        # TRL's DeepMath-103K, Open-R1's DAPO, GSM8K's working
+        ({"prompt": [{"role": "user", "content": "What is 1+1?"}], "solution": "\\dfrac{4}{2}"}, "\\dfrac{4}{2}"),
+        ({"prompt": "What is 1+1?", "solution": "odd function"}, "odd function"),
+        ({"problem": "What is 1+1?", "solution": "Count them.\n#### 2"}, "2"),
+        # OlympiadBench, and verl's list in a reward model; Skywork-OR1 packs it in JSON
+        ({"question": "What is 1+1?", "final_answer": ["$2$"]}, "$2$"),
+        ({"prompt": "What is 1+1?", "reward_model": {"ground_truth": ["2"]}}, "2"),
+        ({"prompt": "What is 1+1?", "reward_model": {"ground_truth": '["\\\\frac{4}{2}"]'}}, "\\frac{4}{2}"),
+        # JSON in columns, and what Python prints, as CSV files hold it
+        ({"prompt": json.dumps(chat_row("What is 1+1?", "")["prompt"]), "reward_model": '{"ground_truth": "2"}'}, "2"),
+        ({"prompt": str(chat_row("What is 1+1?", "")["prompt"]), "reward_model": "{'ground_truth': '2'}"}, "2"),
+        ({"prompt": "What is 1+1?", "verification_info": '{"ground_truth": "2"}'}, "2"),
+        # ShareGPT, OpenRLHF, NVIDIA, SimpleRL, messages in pieces, ORZ
+        ({"conversations": [{"from": "human", "value": "What is 1+1?"}, {"from": "gpt", "value": "2"}], "gt": 2}, "2"),
+        ({"input": "What is 1+1?", "target": "2"}, "2"),
+        ({"messages": [{"role": "user", "content": "What is 1+1?"}], "expected_answer": "2"}, "2"),
+        ({"question": "What is 1+1?", "gt_answer": "2"}, "2"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "What is 1+1?"}]}], "ground_truth": "2"},
+            "2",
+        ),
+        ({"0": {"from": "human", "value": "What is 1+1?"}, "1": {"ground_truth": {"value": "2"}}}, "2"),
+        # what begins like JSON and is none
+        ({"problem": "What is 1+1?", "answer": "[1, 2]"}, "[1, 2]"),
+        ({"problem": "What is 1+1?", "answer": "{'a', 'b'}"}, "{'a', 'b'}"),
     ],
 )
 def test_the_usual_columns_are_understood(tmp_path: Path, ending: str, row: dict[str, object], answer: str) -> None:
     """Trinity-RFT#566: and DAPO's request for an `Answer:` line is taken off."""
     assert pairs(write(tmp_path / f"rows.{ending}", [row])) == [("What is 1+1?", answer)]
+
+
+WISH = 'Let\'s think step by step and output the final answer after "####"'
+
+
+@pytest.mark.parametrize(
+    "asked, problem",
+    [
+        (f"What is 1+1? {WISH}.", "What is 1+1?"),
+        (f"What is $1+1$ {WISH}", "What is $1+1$"),
+        (f"Find 1+1 {WISH}.", "Find 1+1"),
+        ("What is 1+1? Let's think step by step and output the final answer within \\boxed{}.", "What is 1+1?"),
+        (f"What is 1+1?\n{INSTRUCTION}", "What is 1+1?"),
+        ("Sum it. End with a line that holds #### and the sum.", "Sum it."),
+        (f"{DAPO_HEAD}What is 1+1?{DAPO_TAIL}", "What is 1+1?"),
+        ("What does #### mean in Markdown? Count the signs.", "What does #### mean in Markdown? Count the signs."),
+        ("Fill the \\boxed{} in $\\boxed{}+1=2$. What is it?", "Fill the \\boxed{} in $\\boxed{}+1=2$. What is it?"),
+    ],
+)
+def test_a_set_s_own_wish_for_a_form_is_taken_off(asked: str, problem: str) -> None:
+    """EasyR1#382: verl's GSM8K asks for ####, the instruction for a box, and the grader looks for one of them."""
+    assert unwrap(asked) == problem
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": '[{"role": "user", "content": "What', "reward_model": '{"ground_truth": "2"}'},
+        {"prompt": "What is 1+1?", "reward_model": '{"ground_truth": "2'},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"},
+        {"prompt": "Make 98 of 44, 19, 35.", "reward_model": {"ground_truth": {"target": 98}}},
+        {"problem": "What is 1+1?", "solution": "Let us count.\nIt is easy."},
+        {"problem": "What is 1+1?", "solution": "Left to the reader."},
+        {"problem": "What is 1+1?", "answer": ["2", "3"]},
+        {"problem": "What is 1+1?", "answer": True},
+    ],
+)
+def test_what_is_not_understood_is_no_problem(tmp_path: Path, ending: str, row: dict[str, object]) -> None:
+    """JSON that is cut off is no text, and a target among other things no answer: dropped, with a count."""
+    source = write(tmp_path / f"rows.{ending}", [row])
+    with pytest.raises(
+        ValueError, match="^--dataset .*1 rows read, 0 problems kept; rows dropped: 1 without a.*; name"
+    ):
+        load(source)
+
+
+GOLDS = ["proof", "Proof.", "\\text{proof}", "\\boxed{proof}", "the proof is complete", "notfound", "not found", "N/A"]
+GOLDS += [
+    "n.a.",
+    "none",
+    "unknown",
+    "see solution",
+    "See the solution above.",
+    "answer not found",
+    "?",
+    "...",
+    "-",
+    "inf",
+]
+ANSWERS = [
+    "A",
+    "(B)",
+    "yes",
+    "No",
+    "True",
+    "Evelyn",
+    "east",
+    "no solution",
+    "\\emptyset",
+    "infinity",
+    "<",
+    "i",
+    "n",
+    "-1",
+]
+
+
+def test_golds_that_cannot_be_verified_are_dropped_with_a_count(tmp_path: Path) -> None:
+    r"""NuminaMath-1.5 has 143,300 of them in 896,215 rows, and `\boxed{proof}` was right."""
+    rows = [{"problem": f"Problem {n}", "answer": answer} for n, answer in enumerate(GOLDS + ANSWERS)]
+    problems, report = load(write(tmp_path / "rows.jsonl", rows))
+    assert [p.answer for p in problems] == ANSWERS
+    assert f"{len(GOLDS)} with an answer that cannot be verified" in report
 
 
 @pytest.mark.parametrize("form", ["rows.jsonl", "rows.json", "rows.parquet", "a folder"])
@@ -170,10 +281,96 @@ def test_a_parquet_column_of_another_kind_is_named(tmp_path: Path) -> None:
         load(source)
 
 
+def folder(path: Path) -> str:
+    """A folder as a hub has it: two configs, one of them with two splits."""
+    path.mkdir()
+    write(path / "train.jsonl", [{"problem": "a", "answer": "1"}])
+    write(path / "test.parquet", [{"problem": "b", "answer": "2"}])
+    write(path / "other.jsonl", [{"problem": "c", "answer": "3"}])
+    main = "- config_name: main\n  data_files:\n  - {split: train, path: train.jsonl}\n  - {split: test, path: test*}\n"
+    text = f"---\nconfigs:\n{main}- config_name: socratic\n  data_files: other.jsonl\n---\n"
+    (path / "README.md").write_text(text.replace("test*", "second.jsonl"))
+    write(path / "second.jsonl", [{"problem": "b", "answer": "2"}])
+    return str(path)
+
+
+def test_configs_and_splits_are_chosen_or_listed(tmp_path: Path) -> None:
+    """GSM8K has two configs. A folder goes the way of a hub id."""
+    source = folder(tmp_path / "set")
+    for config, split, text in (("main", "train", "a"), ("main", "test", "b"), ("socratic", "train", "c")):
+        assert [p.text for p in load(source, 0, config, split)[0]] == [text]
+    remedy = ".*; choose by --dataset-config and --dataset-split"
+    for config, split, there in (
+        ("", "train", "main.*socratic"),
+        ("x", "train", "main.*socratic"),
+        ("main", "x", "test"),
+    ):
+        with pytest.raises(ValueError, match=f"^--dataset .*set: .*{there}{remedy}") as caught:
+            load(source, 0, config, split)
+        assert "\n" not in str(caught.value)
+    for source in (write(tmp_path / "rows.jsonl", [{"problem": "a", "answer": "1"}]), "sums"):
+        with pytest.raises(ValueError, match="^--dataset .*: it has no configs and splits; leave out --dataset-config"):
+            load(source, 0, "main")
+
+
+@pytest.mark.parametrize("content", [{}, {"set.py": "import datasets"}, {"a.jsonl": "answer", "b.jsonl": "solution"}])
+def test_a_folder_that_datasets_refuses_is_a_sentence(tmp_path: Path, content: dict[str, str]) -> None:
+    """Nothing in it, a script (which datasets 5 does not run), unequal columns."""
+    source = tmp_path / "set"
+    source.mkdir()
+    for name, text in content.items():
+        row = text if name.endswith(".py") else json.dumps({"problem": "a", text: "1"})
+        (source / name).write_text(row + "\n")
+    with pytest.raises(ValueError, match="^--dataset .*set: .*; .*or name one file of it") as caught:
+        load(str(source))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["rows.jsonl", "set"])
+def test_a_column_of_texts_and_numbers_keeps_its_texts(tmp_path: Path, form: str) -> None:
+    r"""datasets makes JSON of such a column: `1/2` became `"1\/2"`, with quotes."""
+    answers = [2, "1/2", "\\frac{1}{2}", 2.5, ["5"], {"ground_truth": "6"}, "x+1"]
+    (tmp_path / "set").mkdir()
+    path = write(tmp_path / "set" / "rows.jsonl", [{"problem": f"p{i}", "answer": a} for i, a in enumerate(answers)])
+    read = pairs(path if form == "rows.jsonl" else str(tmp_path / form))
+    assert [answer for _, answer in read] == ["2", "1/2", "\\frac{1}{2}", "2.5", "5", "6", "x+1"]
+
+
+@pytest.mark.parametrize("form", ["rows.jsonl", "rows.parquet", "set"])
+def test_nothing_stale_is_read_and_nothing_is_written_at_home(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache of datasets goes by the time of a file's change, which copying and unpacking may keep."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("/dev/null/datasets"))
+    path = tmp_path / form
+    if form == "set":
+        path.mkdir()
+        path /= "rows.jsonl"
+    for answer in ("1", "2"):
+        write(path, [{"problem": "a", "answer": answer}])
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        assert pairs(str(tmp_path / form)) == [("a", answer)]
+
+
+def test_equal_rows_are_merged_and_unequal_ones_are_not(tmp_path: Path) -> None:
+    """Arrow merges by a text that it makes of nested cells: nulls, empty lists and borders must not be confused."""
+    asked = [None, [], ["a", "b"], ["ab"], ["a", None], ["a"], ["a", ""]]
+    messages = [None if cell is None else [{"role": "user", "content": c} for c in cell] for cell in asked]
+    rows = [{"prompt": [{"role": "user", "content": "x"}], "reward_model": {"ground_truth": c}} for c in ("1", None)]
+    rows += [{"prompt": cell, "reward_model": {"ground_truth": "1"}} for cell in messages * 2]
+    table = pyarrow.Table.from_pylist(rows).slice(1)
+    for column in (table["prompt"].combine_chunks(), table["reward_model"].combine_chunks()):
+        cells, keys = column.to_pylist(), _key(column).to_pylist()
+        assert len(set(keys)) == len({json.dumps(cell or None) for cell in cells})
+        assert all(
+            (keys[i] == keys[j]) == ((cells[i] or None) == (cells[j] or None)) for i in range(15) for j in range(15)
+        )
+
+
 def test_importing_data_is_light() -> None:
     """The grader's workers run this file as a script, once for every hostile answer."""
     heavy = "{'torch', 'vllm', 'transformers', 'datasets', 'pyarrow', 'numpy', 'math_verify', 'sympy'}"
-    check = f"import sys; import support.data; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    check = f"import sys; import support.data; found = {heavy} & set(sys.modules); sys.exit(str(found) if found else 0)"
     assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parent.parent).returncode == 0
 
 
@@ -248,6 +445,16 @@ def test_the_template_is_told_whether_to_think(enable_thinking: bool, end: str) 
     assert thinker.decode(ids_of("1+1", thinker, enable_thinking=enable_thinking)).endswith(f"assistant\n{end}")
 
 
+def test_the_switch_may_have_another_name_and_none_is_said_so() -> None:
+    """DeepSeek and Granite call it `thinking`. Asked of a template without a switch, thinking would be left off."""
+    thinker = tokenizer(THINKING_TEMPLATE.replace("enable_thinking", "thinking"))
+    for wanted, end in ((True, "<think>"), (False, "<think></think>")):
+        assert thinker.decode(ids_of("1+1", thinker, enable_thinking=wanted)).endswith(end)
+    for template in (LLAMA_TEMPLATE, None):
+        with pytest.raises(ValueError, match="^--thinking: .*no switch.*; leave the flag out"):
+            ids_of("1+1", tokenizer(template), enable_thinking=True)
+
+
 @pytest.mark.parametrize("template", [None, LLAMA_TEMPLATE])
 def test_prompts_that_are_too_long_are_dropped_by_their_token_count(template: str | None) -> None:
     """trl#3180: counted in tokens, BOS and template included; problems keep their order."""
@@ -270,7 +477,7 @@ def test_every_end_of_sequence_id_stops_a_response() -> None:
 
 
 def test_the_end_of_a_turn_stops_a_response_too() -> None:
-    """trl#7039: a base checkpoint whose every eos_token_id is the end of text is prompted by a template all the same."""
+    """trl#7039: a base checkpoint whose every eos_token_id is the end of text is still prompted by a template."""
     config = PreTrainedConfig(eos_token_id=EOS)
     assert stop_token_ids(tokenizer(LLAMA_TEMPLATE), config, None) == [EOS, END]
     assert stop_token_ids(tokenizer("{% for m in messages %}{{ m['content'] }}\n{% endfor %}"), config, None) == [EOS]

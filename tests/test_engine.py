@@ -1,5 +1,8 @@
-"""The engine against transformers, on real models: the hook sees the right state, pruning drops what it should and nothing
-else, and after a sync the engine samples from the trainer's weights. Codes such as vllm#9744 name the fault that is guarded."""
+"""The engine against transformers, on real models: the hook sees the right state, pruning drops what
+it should and nothing else, and after a sync the engine samples from the trainer's weights.
+
+Codes such as vllm#9744 name the fault that a test guards.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from conftest import DETECT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-import confidence
-from confidence import Confidence, ConfidenceRecorder, token_confidence
-from engine import Decision, Engine, NothingScored, Rollout, Sampling
+import engine as engine_module
+from engine import Decision, Engine, EngineError, NothingScored, Rollout, Sampling
 from support import data
 from support.args import TINY
 
@@ -126,10 +130,12 @@ def test_captured_states_are_those_of_transformers(engine: Engine, model: tuple[
 
 
 def test_confidence_is_that_of_transformers_logits(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
-    """H_t = -sum_j log P_t(j) over the whole vocabulary, at temperature 1 whatever the sampling's, for pruned rollouts too."""
+    """H_t = -sum_j log P_t(j) over the vocabulary, at temperature 1 whatever the sampling's. Pruned
+    rollouts have it too, and those that wait for a slot."""
     pruner = Keep(lambda number: number % 3 > 0)
     hot = Sampling(90, (EOS,), temperature=0.7)
-    rollouts = engine.generate(PROMPTS, 4, hot, seed=1, pruner=pruner, confidence=Confidence())
+    rollouts = engine.generate(PROMPTS, 8, hot, seed=1, pruner=pruner, confidence=True)
+    assert len(rollouts) == 96
     assert {r.finish for r in rollouts} >= {"stop", "pruned"}
     for rollout in rollouts:
         start = len(PROMPTS[rollout.group])
@@ -141,66 +147,34 @@ def test_confidence_is_that_of_transformers_logits(engine: Engine, model: tuple[
 
 def test_confidence_does_not_change_what_is_sampled(engine: Engine) -> None:
     assert tokens(engine.generate(PROMPTS, 4, SAMPLING, seed=1)) == tokens(
-        engine.generate(PROMPTS, 4, SAMPLING, seed=1, confidence=Confidence(), last_states=True)
+        engine.generate(PROMPTS, 4, SAMPLING, seed=1, confidence=True, last_states=True)
     )
 
 
-def test_a_rollout_stops_where_its_window_falls_below_the_floor(engine: Engine) -> None:
-    """DeepConf's online mode: at the first full window below its group's floor, and there only; other groups go on."""
-    window, watched = 4, list(PROMPTS)[:6]
-    plan = dict(seed=1, rollout_seeds=True)
-    whole = engine.generate(PROMPTS, 8, SAMPLING, confidence=Confidence(window), **plan)
-    floor = float(
-        np.median(
-            [
-                np.convolve(r.confidences, np.ones(window) / window, "valid").min()
-                for r in whole
-                if len(r.token_ids) >= window
-            ]
-        )
-    )
-    cut = engine.generate(PROMPTS, 8, SAMPLING, confidence=Confidence(window, dict.fromkeys(watched, floor)), **plan)
-    stopped = 0
-    for full, short in zip(whole, cut, strict=True):
-        means = [
-            full.confidences[end - window : end].mean() for end in range(window, len(full.token_ids))
-        ]  # the last token ends it anyway
-        low = [end for end, mean in enumerate(means, window) if mean < floor]
-        end = low[0] if low and full.group in watched else len(full.token_ids)
-        assert short.token_ids == full.token_ids[:end]
-        assert short.finish == ("pruned" if end < len(full.token_ids) else full.finish)
-        assert len(short.confidences) == end
-        stopped += short.finish == "pruned"
-    assert 5 < stopped < len(whole) / 2
-
-
-def test_the_recorder_grows_and_uses_its_lines_again() -> None:
-    recorder, logits = (
-        ConfidenceRecorder(Confidence(), 3, 1),
-        torch.randn(3, 11, generator=torch.Generator().manual_seed(0)),
-    )
-    h = token_confidence(logits).double().numpy()
-    recorder.record(["b"], np.array([0]), logits[:1])  # a step with parts of prompts alone
-    recorder.record(["a", "b", "c"], np.array([1, 0, 1]), logits)
-    recorder.record(["a", "b"], np.array([2, 1]), logits[:2])
-    np.testing.assert_allclose(recorder.pop("a", 2), [h[0], h[0]])
-    recorder.record(["d", "c"], np.array([1, 2]), logits[1:])
-    for name, expected in {"c": [h[2], h[2]], "d": [h[1]], "b": [h[1]]}.items():
-        np.testing.assert_allclose(recorder.pop(name, len(expected)), expected)
+def test_confidences_are_sorted_by_request_and_token_number() -> None:
+    """A row may yield no token (0: a part of a prompt) or one beyond the end, which nobody keeps."""
+    engine = object.__new__(Engine)
+    engine.max_model_len = 10
+    rollouts = [Rollout(0, token_ids=[5, 6]), Rollout(1, token_ids=[7])]
+    steps = [([(41, 0)], [9.0]), ([(41, 1), (40, 1)], [1.0, 2.0]), ([(40, 2), (41, 2)], [3.0, 8.0])]
+    engine._confidences = [(np.array(keys), torch.tensor(values)) for keys, values in steps]
+    engine._set_confidences(rollouts, first=40)
+    assert [r.confidences.tolist() for r in rollouts] == [[2.0, 3.0], [1.0]]
+    engine._confidences.pop()
+    with pytest.raises(RuntimeError, match="did not see all tokens"):
+        engine._set_confidences(rollouts, first=40)
 
 
 def test_rollout_seeds_free_a_rollout_from_its_neighbours(engine: Engine) -> None:
-    """The same rollouts whatever else is sampled: other prompts, another order, in two portions."""
-    everything = {
-        (r.group, i % 4): r.token_ids
-        for i, r in enumerate(engine.generate(PROMPTS, 4, SAMPLING, seed=3, rollout_seeds=True))
-    }
+    """The same rollouts whatever else is sampled: other prompts, another order, fewer samples."""
+    rollouts = engine.generate(PROMPTS, 4, SAMPLING, seed=3, rollout_seeds=True)
+    expected = {(r.group, r.sample): r.token_ids for r in rollouts}
     few = dict(reversed(list(PROMPTS.items())[2:5]))
-    for i, r in enumerate(engine.generate(few, 2, SAMPLING, seed=3, rollout_seeds=True, first_sample=2)):
-        assert r.token_ids == everything[r.group, 2 + i % 2]
-    assert len({tuple(ids) for ids in everything.values()}) > len(PROMPTS)
+    for r in engine.generate(few, 2, SAMPLING, seed=3, rollout_seeds=True):
+        assert r.token_ids == expected[r.group, r.sample]
+    assert len({tuple(ids) for ids in expected.values()}) > len(PROMPTS)
     other = engine.generate(few, 2, SAMPLING, seed=4, rollout_seeds=True)
-    assert [r.token_ids for r in other] != [everything[r.group, i % 2] for i, r in enumerate(other)]
+    assert tokens(other) != [expected[r.group, r.sample] for r in other]
 
 
 def test_logprobs_are_taken_after_temperature(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
@@ -231,7 +205,7 @@ def test_samples_do_not_depend_on_being_watched(engine: Engine) -> None:
 
 
 def test_scored_at_l_detect_and_freed_on_the_next_step(engine: Engine) -> None:
-    """SkyRL#1250: an abort by the wrong id does nothing. 8 of 16 rollouts go at token 12 of 64, so the next step runs 8."""
+    """SkyRL#1250: 8 of 16 rollouts are dropped at token 12 of 64, so the next step runs 8."""
     rows: list[int] = []
     inner = engine._compute_logits
     engine._compute_logits = lambda hidden: rows.append(len(hidden)) or inner(hidden)
@@ -244,7 +218,22 @@ def test_scored_at_l_detect_and_freed_on_the_next_step(engine: Engine) -> None:
         engine._compute_logits = inner
     assert sorted(len(r.token_ids) for r in rollouts) == [DETECT] * 8 + [64] * 8
     assert rows[-64:] == [16] * DETECT + [8] * (64 - DETECT)
-    assert engine.engine.get_num_unfinished_requests() == 0 and not engine._internal
+    assert engine.engine.get_num_unfinished_requests() == 0 and not engine._live
+
+
+def test_an_abort_that_does_nothing_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyRL#1250: vLLM ignores ids that it does not know. Neither side of the check may be silent."""
+    before, abort = tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)), engine.engine.abort_request
+    monkeypatch.setattr(engine.engine, "abort_request", lambda ids: abort([f"{name}-" for name in ids]))
+    with pytest.raises(EngineError, match="did not abort a request"):
+        engine.generate(PROMPTS, 2, SAMPLING, seed=1, pruner=Keep(lambda number: number > 0))
+    monkeypatch.setattr(engine.engine, "get_num_unfinished_requests", lambda: len(engine._live))
+    abort(list(engine.engine.output_processor.external_req_ids))
+    with pytest.raises(EngineError, match="went on with a rollout that was aborted"):
+        engine.generate(PROMPTS, 2, SAMPLING, seed=1, pruner=Keep(lambda number: number > 0))
+    monkeypatch.undo()
+    abort(list(engine.engine.output_processor.external_req_ids))
+    assert tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)) == before
 
 
 def test_waiting_rollouts_take_the_slots_of_pruned_ones(engine: Engine) -> None:
@@ -256,7 +245,8 @@ def test_waiting_rollouts_take_the_slots_of_pruned_ones(engine: Engine) -> None:
 
 
 def test_stop_and_length(engine: Engine) -> None:
-    """trl#7039: each of several stop ids ends a response, stays in it, and counts as a stop; the limit counts as length."""
+    """trl#7039: each of several stop ids ends a response, stays in it, and counts as a stop; the
+    limit counts as length."""
     stops = tuple(range(64))
     assert all(
         len(r.token_ids) == 1 and r.finish == "stop" for r in engine.generate(PROMPTS, 1, Sampling(90, stops), seed=1)
@@ -288,19 +278,28 @@ def test_an_interrupted_generation_leaves_no_trace(engine: Engine) -> None:
     assert [r.token_ids for r in before] == [r.token_ids for r in after]
 
 
-def test_raises_when_nothing_can_be_scored(engine: Engine) -> None:
-    with pytest.raises(NothingScored, match="lower --detect-length"):
-        engine.generate(PROMPTS, 2, Sampling(DETECT - 1, ()), seed=1, pruner=Keep(), must_score=True)
-
-
-def test_raises_when_the_hook_is_dead(engine: Engine) -> None:
+def test_raises_when_the_hook_is_dead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that no longer calls the hook must not train in silence."""
-    engine.runner.model.compute_logits, hook = engine._compute_logits, engine.runner.model.compute_logits
+    monkeypatch.setattr(Engine, "_hook", lambda self, hidden: self._compute_logits(hidden))
+    with pytest.raises(NothingScored, match="24 rollouts passed L_detect unseen"):
+        engine.generate(PROMPTS, 2, Sampling(40, ()), seed=1, pruner=Keep())
+
+
+def fail_on_rank_1(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    engine_module._stop_together(None)
     try:
-        with pytest.raises(NothingScored, match="unseen"):
-            engine.generate(PROMPTS, 2, Sampling(40, ()), seed=1, pruner=Keep())
-    finally:
-        engine.runner.model.compute_logits = hook
+        engine_module._stop_together(MemoryError("KV cache") if rank == 1 else None)
+    except EngineError as error:
+        Path(folder, f"rank-{rank}").write_text(str(error))
+    dist.destroy_process_group()
+
+
+def test_a_failure_on_one_rank_stops_all(tmp_path: Path) -> None:
+    """Else the other ranks would wait for the failed one."""
+    torch.multiprocessing.spawn(fail_on_rank_1, (str(tmp_path),), nprocs=2)
+    said = [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)]
+    assert said == ["generation failed: on another rank", "generation failed: MemoryError: KV cache"]
 
 
 def test_the_engine_samples_from_synced_weights(engine: Engine, weights: PreTrainedModel) -> None:
@@ -311,31 +310,72 @@ def test_the_engine_samples_from_synced_weights(engine: Engine, weights: PreTrai
 def test_a_stale_packed_head_shows_in_the_gap(
     engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault that the gap exists for: without the refresh a tied model samples from a mixture of old and new weights."""
+    """The fault that the gap exists for: without the refresh a tied model samples from a mixture of
+    old and new weights."""
     monkeypatch.setattr(Engine, "_refresh_packed_head", lambda self: None)
     engine.sync(change(weights, 0.02).items())
     measured = gap(weights, engine.generate(PROMPTS, 4, SAMPLING, seed=1))
     assert measured > 0.05 if weights.config.tie_word_embeddings else measured < 1e-4
 
 
-def test_a_sync_empties_the_prefix_cache(
-    engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vllm#9744: blocks cached under the old weights must not be read; the prompt is longer than 4 blocks of 16."""
-    prompt = {0: [token for ids in PROMPTS.values() for token in ids][:80]}
-    monkeypatch.setitem(PROMPTS, 0, prompt[0])
-    engine.generate(prompt, 1, Sampling(8, ()), seed=1)
-    engine.sync(change(weights, 0.02).items())
-    assert gap(weights, engine.generate(prompt, 1, Sampling(8, ()), seed=1)) < 1e-4
-
-
 def test_generation_config_of_the_model_is_ignored(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """NeMo-RL#3497: a checkpoint's repetition_penalty must not reach the samples. Last: it replaces the shared engine."""
+    """NeMo-RL#3497: a checkpoint's repetition_penalty must not reach the samples.
+
+    From here on the tests replace the shared engine.
+    """
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     model.generation_config.repetition_penalty, model.generation_config.do_sample = 1.3, True
     model.save_pretrained(tmp_path)
     assert gap(model, make_engine(tmp_path).generate(PROMPTS, 2, SAMPLING, seed=1)) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def small_cache(make_engine: Callable[..., Engine]) -> Engine:
+    """Rollouts of several cache blocks (128 tokens each on a CPU), of which there are 16."""
+    return make_engine(max_model_len=384, kv_cache_gb=0.004)
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+def test_a_sync_empties_the_prefix_cache(small_cache: Engine, emptied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#9744: blocks cached under the old weights must not be read. If they are, the gap shows it."""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    monkeypatch.setitem(PROMPTS, 0, [token for ids in PROMPTS.values() for token in ids][:300])
+    prompt = {0: PROMPTS[0]}
+    small_cache.generate(prompt, 1, Sampling(8, ()), seed=1)
+    with monkeypatch.context() as patch:
+        if not emptied:
+            patch.setattr(small_cache.engine, "reset_prefix_cache", lambda: True)
+        small_cache.sync(change(model, 0.02).items())
+    measured = gap(model, small_cache.generate(prompt, 1, Sampling(8, ()), seed=1))
+    assert measured < 1e-4 if emptied else measured > 0.01
+    small_cache.sync(start.items())
+
+
+def test_preempted_rollouts_are_seen_once_per_token(small_cache: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the cache is full, vLLM gives a rollout's blocks to others and computes them again later."""
+    scheduler, preempted = small_cache.engine.engine_core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(
+        scheduler, "_preempt_request", lambda *args, **options: preempted.append(args) or preempt(*args, **options)
+    )
+    prompts = dict(list(PROMPTS.items())[:4])
+    pruner = Keep(lambda number: number % 4 > 0)
+    rollouts = small_cache.generate(
+        prompts, 5, Sampling(250, ()), seed=1, pruner=pruner, last_states=True, confidence=True
+    )
+    assert preempted and {r.finish for r in rollouts} == {"length", "pruned"}
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    for rollout in rollouts:
+        hidden, logits = forward(model, rollout)
+        start = len(PROMPTS[rollout.group])
+        expected = -logits[start - 1 : -1].double().log_softmax(-1).sum(-1)
+        torch.testing.assert_close(torch.from_numpy(rollout.confidences), expected, atol=2e-3, rtol=1e-5)
+        torch.testing.assert_close(rollout.detect_state, hidden[start + DETECT - 2], atol=1e-4, rtol=0)
+        if rollout.finish == "length":
+            torch.testing.assert_close(rollout.last_state, hidden[-2], atol=1e-4, rtol=0)
+
+
 def test_docstring_examples() -> None:
-    assert doctest.testmod(confidence).attempted > 0 and doctest.testmod(confidence).failed == 0
+    results = doctest.testmod(engine_module)
+    assert results.attempted > 0 and results.failed == 0

@@ -8,13 +8,13 @@ from pathlib import Path
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine import Rollout
-from support import data, evaluation
+from support import data
 from support.data import Problem, Prompt
-from support.evaluation import KNOWN, contaminated, grade_rollouts, load_benchmark
+from support.evaluation import ENDINGS, KNOWN, OPENINGS, contaminated, grade, load_benchmark
 from support.grader import Grader
 
 ROWS = [  # in the forms of AIME, Minerva and OlympiadBench
@@ -88,7 +88,7 @@ def test_a_known_set_comes_from_the_hub_or_from_a_local_copy_and_is_the_same(
     """A folder goes the way of a hub id. lighteval#631: equal digests say that two scores are on the same problems."""
     (tmp_path / "hub").mkdir()
     write(tmp_path / "hub" / "test.jsonl", ROWS)
-    monkeypatch.setitem(KNOWN, "amc23", evaluation._Known(str(tmp_path / "hub"), "test", 3, "pass@16"))
+    monkeypatch.setitem(KNOWN, "amc23", (str(tmp_path / "hub"), "test", 3, "pass@16"))
     hub = load_benchmark("amc23", "--data")
     copy = load_benchmark(f"amc23={write(tmp_path / 'copy.parquet', ROWS)}", "--data")
     assert (hub.name, hub.metric) == (copy.name, copy.metric) == ("amc23", "pass@16")
@@ -96,8 +96,8 @@ def test_a_known_set_comes_from_the_hub_or_from_a_local_copy_and_is_the_same(
     assert len(hub.digest) == 12 and int(hub.digest, 16) >= 0
     with pytest.raises(ValueError, match="^--data .*copy.jsonl: 2 rows, where amc23 has 3; "):
         load_benchmark(f"amc23={write(tmp_path / 'copy.jsonl', ROWS[:2])}", "--data")
-    monkeypatch.setitem(KNOWN, "amc23", evaluation._Known(str(tmp_path / "hub"), "validation", 3, "pass@16"))
-    with pytest.raises(ValueError, match="^--data amc23: the hub gave no validation split.*; .*amc23=FILE"):
+    monkeypatch.setitem(KNOWN, "amc23", (str(tmp_path / "hub"), "validation", 3, "pass@16"))
+    with pytest.raises(ValueError, match="^--data .*: .*split: validation.*; .*amc23=FILE"):
         load_benchmark("amc23", "--data")
 
 
@@ -116,7 +116,7 @@ def test_the_digest_changes_with_every_text_answer_and_order(tmp_path: Path) -> 
 
 def test_the_paper_s_sets_and_their_headline_metrics() -> None:
     """Sec. 5.1, App. A.2: average accuracy on the large sets, pass@16 on AMC and AIME."""
-    assert {name: (known.rows, known.metric) for name, known in KNOWN.items()} == {
+    assert {name: known[2:] for name, known in KNOWN.items()} == {
         "math500": (500, "avg"),
         "minerva": (272, "avg"),
         "olympiadbench": (674, "avg"),
@@ -151,9 +151,13 @@ def test_sums_are_the_ones_that_training_holds_out() -> None:
         ("answer", ["1", "2"]),
         ("answer", []),
         ("answer", "\\boxed{1"),
+        ("answer", "\\text{Proof}"),
+        ("answer", "N/A"),
+        ("answer", '{"ground_truth": "1'),
         ("problem", None),
         ("problem", " "),
         ("problem", 7),
+        ("problem", '[{"role": "user", "content": "a'),
     ],
 )
 def test_a_bad_cell_is_named_with_its_row_and_column(tmp_path: Path, ending: str, column: str, cell: object) -> None:
@@ -171,14 +175,14 @@ def test_a_bad_cell_is_named_with_its_row_and_column(tmp_path: Path, ending: str
     [
         ("math50", "math50: neither a known set nor a file nor sums; write one of math500, .*sums"),
         ("mine=rows.jsonl", "mine=rows.jsonl: no set is known as 'mine'; write one of math500, "),
-        ("amc23=rows", "amc23=rows: not a .*file; "),
+        ("amc23=rows", "amc23=rows: neither a known set nor a file nor sums; "),
         ("amc23=missing.jsonl", "missing.jsonl: No such file or directory; name a readable file"),
         ("missing.parquet", "missing.parquet: .*; name a readable file"),
         ("rows.csv", "rows.csv: not a .*file; convert it"),
         ("empty.jsonl", "empty.jsonl: there is no problem in it; "),
         ("mixed.jsonl", "mixed.jsonl:2: columns problem and solution, where the rows before have problem and answer; "),
         ("text.jsonl", "text.jsonl:1: no problem or no answer among the columns .*; "),
-        ("bad.parquet", "bad.parquet: no parquet file .*; "),
+        ("bad.parquet", "bad.parquet: .*not a parquet file.*; write "),
         ("sums:3-2:9", "sums:3-2:9: write sums, or sums:2-3:20 "),
         ("sums:1-1:1", "sums:1-1:1: there is no problem in it; "),
         ("sums:2-2:6", "sums:2-2:6: only 2 of 3 .*; ask for larger numbers"),
@@ -223,21 +227,22 @@ def test_a_training_problem_is_found_in_another_layout_and_no_other_problem_is()
 # ------------------------------------------------------------------ verdicts
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, and `<eos>`, which is special, and `<think>`, which is not."""
-    vocabulary = ["<eos>", "<think>", *(chr(code) for code in range(32, 127)), "\n"]
+def character_tokenizer(*markers: str, special: bool = False) -> PreTrainedTokenizerFast:
+    """One token a character, `<eos>`, which is special, and `markers`, which may be."""
+    vocabulary = ["<eos>", *markers, *(chr(code) for code in range(32, 127)), "\n", "\u25c1", "\u25b7"]
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=None))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"<think>|[\s\S]"), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
+    core.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in markers])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
 
 
 def test_verdicts_come_by_group_in_order_and_pruned_rollouts_get_none() -> None:
-    tokenizer = character_tokenizer()
+    tokenizer = character_tokenizer("<think>")
 
     def rollout(group: int, text: str, finish: str = "stop") -> Rollout:
         ends = [tokenizer.eos_token_id] if finish == "stop" else []
-        return Rollout(group, tokenizer(text)["input_ids"] + ends, finish=finish)
+        return Rollout(group, token_ids=tokenizer(text)["input_ids"] + ends, finish=finish)
 
     prompts = {
         7: Prompt(Problem("a", "1+1=?", "2"), tokenizer("1+1=?\n")["input_ids"]),
@@ -252,8 +257,47 @@ def test_verdicts_come_by_group_in_order_and_pruned_rollouts_get_none() -> None:
         rollout(7, "well", "length"),
     ]
     with Grader() as grader:
-        verdicts = grade_rollouts(rollouts, prompts, tokenizer, grader)
-        assert grade_rollouts([], prompts, tokenizer, grader) == []
-        assert grade_rollouts(rollouts[2:3], prompts, tokenizer, grader) == [None]
-    kinds = [verdict and verdict.kind for verdict in verdicts]
-    assert kinds == ["right", "no answer", None, "right", "wrong", "no answer"]
+        grade(rollouts, prompts, tokenizer, grader)
+        grade([], prompts, tokenizer, grader)
+        (alone,) = rollouts[2:3]
+        grade([alone], prompts, tokenizer, grader)
+    assert [r.verdict for r in rollouts] == ["right", "no answer", None, "right", "wrong", "no answer"]
+    assert [r.reward for r in rollouts] == [1.0, 0.0, None, 1.0, 0.0, 0.0]
+    assert [r.answer for r in rollouts] == ["2", None, None, "3", "3", None]
+    assert rollouts[0].tail == "\\boxed{2}<eos>" and rollouts[2].tail == "\\boxed{2}"
+
+
+@pytest.mark.parametrize("token", ["special", "added", "none"])
+@pytest.mark.parametrize("opening, ending", list(zip(OPENINGS, ENDINGS)))
+def test_what_is_thought_is_no_answer_whatever_its_markers_are(opening: str, ending: str, token: str) -> None:
+    """Special tokens vanish in decoding: right answers became "no answer", unfinished thoughts "right"."""
+    markers = () if token == "none" else (opening, ending)
+    tokenizer = character_tokenizer(*markers, special=token == "special")
+    plain, opened = (
+        Prompt(Problem("a", "1+1=?", "2"), tokenizer(text)["input_ids"]) for text in ("?\n", f"?{opening}\n")
+    )
+    thought = "maybe \\boxed{3} or \\boxed{2}"
+    cases = [
+        (plain, f"{opening}{thought}{ending}\\boxed{{2}}", "right"),
+        (opened, f"{thought}{ending}\\boxed{{2}}", "right"),
+        (plain, f"{opening}{thought}", "no answer"),
+        (opened, thought, "no answer"),
+        (plain, f"{opening}{thought}{ending}so", "no answer"),
+        (plain, f"{opening}\\boxed{{2}}{ending}\\boxed{{3}}", "wrong"),
+        (plain, thought, "right"),
+    ]
+    rollouts = [
+        Rollout(i, token_ids=tokenizer(text)["input_ids"], finish="stop") for i, (_, text, _) in enumerate(cases)
+    ]
+    with Grader() as grader:
+        grade(rollouts, {i: prompt for i, (prompt, _, _) in enumerate(cases)}, tokenizer, grader)
+    assert [rollout.verdict for rollout in rollouts] == [verdict for _, _, verdict in cases]
+
+
+def test_the_tail_is_of_the_text_with_its_special_tokens_however_long(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    ids = tokenizer("0123456789" * 500)["input_ids"] + [tokenizer.eos_token_id]
+    rollout = Rollout(0, token_ids=ids, finish="pruned")
+    with Grader() as grader:
+        grade([rollout], {0: Prompt(Problem("a", "1+1=?", "2"), ids[:3])}, tokenizer, grader)
+    assert rollout.tail == tokenizer.decode(ids)[-200:] and rollout.tail.endswith("789<eos>")

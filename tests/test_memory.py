@@ -22,12 +22,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import grpo
-from grpo import Learner, LossConfig, Policy, Sequence, pad, shard
+from grpo import Learner, LossConfig, Policy, Sample, pad, shard
 from support import memory
 from support.args import Args
 from support.memory import estimate, first_misfit, shape
 
 CPU = torch.device("cpu")
+SETTINGS = dict(lr=1e-6, warmup_steps=1, weight_decay=0.1, grad_clip=1.0)
 GB = 10**9
 
 
@@ -54,10 +55,10 @@ def small(kind: str, **changes: int | bool) -> PretrainedConfig:
     return (Qwen3Config if kind == "qwen3" else LlamaConfig)(**sizes)
 
 
-def rows(tokens: int, count: int = 4) -> list[Sequence]:
+def rows(tokens: int, count: int = 4) -> list[Sample]:
     """`tokens` tokens, padding and prompts of one token included."""
     length = tokens // count
-    return [Sequence([1], [2] * (length - 1), 1.0, [-4.0] * (length - 1)) for _ in range(count)]
+    return [Sample([1], [2] * (length - 1), 1.0, [-4.0] * (length - 1)) for _ in range(count)]
 
 
 def allocations(work: Callable[[], object]) -> tuple[int, int]:
@@ -225,7 +226,7 @@ def as_on_a_gpu(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def learner(config: PretrainedConfig, chunk: int, token_budget: int) -> Learner:
     policy = shard(Policy(AutoModelForCausalLM.from_config(config), 1.0, chunk), CPU, gradient_checkpointing=True)
-    return Learner(policy, LossConfig(), 1e-6, 1, 0.1, (0.9, 0.999), 1.0, token_budget, 1)
+    return Learner(policy, LossConfig(), token_budget=token_budget, **SETTINGS)
 
 
 # Where the update peaks: in a layer's activations, in its weights, in lm_head, at the end.
@@ -279,7 +280,7 @@ def test_an_update_never_holds_tokens_times_vocabulary() -> None:
     vocabulary, chunk, tokens = 151_936, 64, 512
     config = small("qwen3", vocab_size=vocabulary, hidden_size=16, intermediate_size=32, tie_word_embeddings=True)
     policy = Policy(AutoModelForCausalLM.from_config(config), 1.0, chunk)
-    subject = Learner(policy, LossConfig(), 1e-6, 1, 0.1, (0.9, 0.999), 1.0, tokens, 1)
+    subject = Learner(policy, LossConfig(), token_budget=tokens, **SETTINGS)
     held, largest = allocations(lambda: subject.update(rows(tokens), 1e9))
     assert chunk * vocabulary * 4 <= largest < 1.01 * chunk * vocabulary * 4
     gradients = 2 * 4 * vocabulary * 16  # so far, and a chunk's

@@ -9,26 +9,36 @@ from pathlib import Path
 import pytest
 
 from engine import Rollout
-from support.report import RunLog, load_metrics, plot_reward, rollout_metrics, summary
+from support.args import parse
+from support.data import Problem, Prompt
+from support.metrics import rollout_metrics
+from support.pictures import plot_reward, plot_rollouts
+from support.report import RunLog, Warnings, load_metrics, rollout_rows, summary
 
 
-def rollout(group: int, length: int, finish: str = "stop", survival: float | None = None) -> Rollout:
-    return Rollout(group, [0] * length, finish=finish, survival=survival)
+def rollout(
+    group: int,
+    length: int,
+    finish: str = "stop",
+    survival: float | None = None,
+    reward: float | None = None,
+) -> Rollout:
+    return Rollout(group, token_ids=[0] * length, finish=finish, survival=survival, reward=reward)
 
 
 def test_rollout_metrics_by_hand() -> None:
     """Two groups, L_detect 4. Group 1: a short wrong one, kept right (p = 1/4) and wrong (p = 1/2), one pruned.
     Group 2: one survivor, right, p = 1/2, two pruned."""
     rollouts = [
-        rollout(1, 3),
-        rollout(1, 8, survival=0.25),
-        rollout(1, 6, survival=0.5),
+        rollout(1, 3, reward=0.0),
+        rollout(1, 8, survival=0.25, reward=1.0),
+        rollout(1, 6, survival=0.5, reward=0.0),
         rollout(1, 4, "pruned"),
-        rollout(2, 10, "length", survival=0.5),
+        rollout(2, 10, "length", survival=0.5, reward=1.0),
         rollout(2, 4, "pruned"),
         rollout(2, 4, "pruned"),
     ]
-    m = rollout_metrics(rollouts, [0.0, 1.0, 0.0, None, 1.0, None, None], detect_length=4)
+    m = rollout_metrics(rollouts, detect_length=4)
     assert (m["rollouts"], m["scored"], m["pruned"], m["keep_ratio"]) == (7, 6, 3, 0.5)
     assert m["positive_scored"] == pytest.approx((4 + 2) / (4 + 2 + 2)) and m["positive_kept"] == pytest.approx(2 / 3)
     assert m["reward"] == pytest.approx(6 * 0.75 / 7)  # the short one is wrong
@@ -42,26 +52,75 @@ def test_rollout_metrics_by_hand() -> None:
 
 
 def test_rollout_metrics_of_nothing_are_nan_and_not_an_error() -> None:
-    m = rollout_metrics([rollout(1, 4, "pruned")], [None], detect_length=4)
+    m = rollout_metrics([rollout(1, 4, "pruned")], detect_length=4)
     assert m["keep_ratio"] == 0 and math.isnan(m["reward"]) and m["zero_variance_after"] == 1
-    assert math.isnan(rollout_metrics([], [], detect_length=4)["keep_ratio"])
+    assert math.isnan(rollout_metrics([], detect_length=4)["keep_ratio"])
+
+
+PROMPTS = {1: Prompt(Problem("sum:1", "1+1=?", "2"), [1, 2])}
+METRICS = {"tokens_generated": 10, "time_generate": 1.0, "reward": 0.5, "keep_ratio": 1.0}
 
 
 def test_run_log_drops_what_the_interrupted_run_wrote_after_its_checkpoint(tmp_path: Path) -> None:
-    log = RunLog(tmp_path)
-    for step in range(4):
-        log.metrics({"step": step, "loss": math.nan if step == 1 else 0.5})
-        log.rollouts([{"step": step, "tail": "two\u2028lines"}])
-    log.close()
+    args = parse(["--output", str(tmp_path), "--steps", "9"])
+    with RunLog(args, "run") as log:
+        for step in range(4):
+            rollouts = [Rollout(1, token_ids=[0], finish="stop", tail="two\u2028lines", verdict="right", reward=1.0)]
+            loss = math.nan if step == 1 else 0.5
+            log.step(METRICS | {"step": step, "loss": loss}, PROMPTS, rollouts)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # cut off by a crash
-    RunLog(tmp_path, resumed_step=2).close()
-    assert load_metrics(tmp_path) == [{"step": 0, "loss": 0.5}, {"step": 1}, {"step": 2, "loss": 0.5}]
-    assert [json.loads(line)["step"] for line in (tmp_path / "rollouts.jsonl").read_text().split("\n") if line] == [
-        0,
-        1,
-        2,
+        # Cut off by a crash.
+        file.write('{"step": 4, "lo')
+    with RunLog(args, "run", resumed_step=2):
+        pass
+    lines = load_metrics(tmp_path)
+    assert [(line["step"], line.get("loss")) for line in lines] == [(0, 0.5), (1, None), (2, 0.5)]
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().split("\n") if line]
+    assert [row["step"] for row in rows] == [0, 1, 2] and rows[0]["tail"] == "two\u2028lines"
+    assert (tmp_path / "rollouts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def graded(verdict: str, finish: str = "stop", tail: str = "") -> Rollout:
+    reward = {"right": 1.0, "wrong": 0.0, "no answer": 0.0}.get(verdict)
+    return Rollout(1, token_ids=[0], finish=finish, verdict=verdict, reward=reward, tail=tail)
+
+
+def warnings_of(*steps: list[Rollout]) -> list[str | None]:
+    """What is said after each of these steps of one run."""
+    watch = Warnings()
+    return [watch.find(rollout_metrics(rollouts, 4), rollouts) for rollouts in steps]
+
+
+def test_a_run_that_learns_nothing_says_so_once() -> None:
+    """Which of the three it is, how a rollout ends, and the flag that helps; then no more."""
+    wrong, right = [graded("wrong", tail="so\n\\boxed{3}")] * 5, [graded("right")]
+    said = warnings_of(wrong, wrong, wrong, wrong)
+    assert said[:2] == [None, None] and said[3] is None
+    assert "all rewards of three" in said[2] and "--dataset" in said[2] and "boxed{3}" in said[2]
+    silent = warnings_of([graded("no answer", tail="first\nthe answer is 7")] * 9 + right)[0]
+    assert "9 of 10 survivors give no answer" in silent and "--instruction" in silent and "the answer is 7" in silent
+    cut = warnings_of([graded("no answer", "length", "and then")] * 9 + right)[0]
+    assert "9 of 10 survivors were cut off" in cut and "--max-length" in cut and "and then" in cut
+
+
+def test_a_run_that_learns_is_left_alone() -> None:
+    """Two dead steps in a row, a fifth of right ones, a grader's time-outs: none of it is a warning."""
+    wrong, right = [graded("wrong")] * 4, [graded("right")]
+    assert warnings_of(wrong, wrong, wrong + right, wrong, wrong) == [None] * 5
+    assert warnings_of([graded("no answer")] * 8 + right * 2, [Rollout(1, finish="pruned")]) == [None] * 2
+
+
+def test_a_picture_of_every_kind_of_rollout(tmp_path: Path) -> None:
+    rollouts = [
+        Rollout(1, 0, token_ids=[0] * 9, finish="stop", verdict="right", score=0.9, posterior=0.8, survival=0.3),
+        Rollout(1, 1, token_ids=[0] * 4, finish="pruned", score=math.nan, posterior=math.nan, survival=1.0),
+        Rollout(1, 2, token_ids=[0] * 2, finish="stop", verdict="no answer"),
+        Rollout(1, 3, token_ids=[0] * 6, finish="length", verdict="timeout"),
     ]
+    rows = rollout_rows(1, PROMPTS, rollouts)
+    assert rows[1]["score"] is None and rows[0]["gold"] == "2" and rows[1]["pruned"]
+    plot_rollouts(rows, 4, tmp_path / "rollouts.png")
+    assert (tmp_path / "rollouts.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_summary_and_picture(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from support import checkpoint, data
 from support.args import TINY, parse
 from support.evaluation import EvalSet
 from support.grader import Grader, Verdict
-from support.launch import load_prompts
+from support.launch import Parts, load_prompts
+from support.report import load_metrics
 
 ROOT = Path(arrol.__file__).parent
 
@@ -56,7 +57,8 @@ def trainer(engine: Engine, tmp_path: Path) -> Callable[..., Trainer]:
             stops = data.stop_token_ids(
                 tokenizer, AutoModelForCausalLM.from_pretrained(TINY).config, GenerationConfig.from_pretrained(TINY)
             )
-            return Trainer(args, engine, tokenizer, prompts, list(eval_sets), stops, grader, torch.device("cpu"))
+            parts = Parts(engine, tokenizer, prompts, list(eval_sets), stops, grader, torch.device("cpu"))
+            return Trainer(args, parts)
 
         yield make
 
@@ -77,7 +79,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_six_steps_straight_equal_three_and_three(trainer: Callable[..., Trainer]) -> None:
-    """EasyR1#57: same prompts, same decisions, same weights, bit for bit; through files, at a mid-epoch data position."""
+    """EasyR1#57: same prompts, same decisions, same weights, bit for bit; through files, at a
+    mid-epoch data position.
+    """
     straight = trainer(log_rollouts="all")
     expected = outcome(straight)
     assert any(row["pruned"] for row in expected)
@@ -106,7 +110,9 @@ def test_keep_ratio_1_is_no_pruning(trainer: Callable[..., Trainer]) -> None:
 
 
 def test_a_run_keeps_its_ratio_and_its_sampler_in_step(trainer: Callable[..., Trainer]) -> None:
-    """33 steps: keep rate within 3 points of kappa, and the gap between sampler and trainer below 1e-3 at every token."""
+    """33 steps: keep rate within 3 points of kappa, and the gap between sampler and trainer below
+    1e-3 at every token.
+    """
     lines = trainer(steps=33, cold_start=3).run("test", checkpoints=False)[1:]
     assert [line["pruning"] for line in lines] == [False] * 3 + [True] * 30
     rate = sum(line["scored"] * line["keep_ratio"] for line in lines[3:]) / sum(line["scored"] for line in lines[3:])
@@ -125,7 +131,7 @@ def test_a_sync_that_misses_lm_head_stops_the_run(
     broken = trainer(lr=1e-3, warmup_steps=0)
     with pytest.raises(SamplerGapError, match="weight sync"):
         broken.run("test", checkpoints=False)
-    assert broken.step_number <= 3
+    assert broken.step_number < 3
     monkeypatch.undo()
     broken.engine.sync(broken.weights())
 
@@ -136,14 +142,16 @@ def test_pruned_rollouts_reach_nothing_behind_the_engine(
     seen: dict[str, int] = {}
     run = trainer(cold_start=0)
     run.step()
-    grade, update = run.grader.grade, run.learner.update
-    monkeypatch.setattr(run.grader, "grade", lambda texts, golds: seen.update(graded=len(texts)) or grade(texts, golds))
+    grade, update = run.parts.grader.grade, run.learner.update
+    monkeypatch.setattr(
+        run.parts.grader, "grade", lambda texts, golds: seen.update(graded=len(texts)) or grade(texts, golds)
+    )
     monkeypatch.setattr(
         run.learner,
         "update",
         lambda sequences, *limits: seen.update(trained=len(sequences)) or update(sequences, *limits),
     )
-    metrics, _ = run.step()
+    metrics, *_ = run.step()
     assert metrics["pruned"] > 0
     assert seen == {
         "graded": metrics["rollouts"] - metrics["pruned"],
@@ -169,7 +177,7 @@ def test_a_run_in_which_nothing_reaches_l_detect_stops(
     monkeypatch.setattr(run.engine, "detect_length", 200)
     with pytest.raises(NothingScored, match="lower --detect-length"):
         run.run("test", checkpoints=False)
-    assert run.step_number == 2
+    assert run.step_number == 1
 
 
 def test_dapo_refills_groups_without_variance_and_gives_up(
@@ -177,12 +185,12 @@ def test_dapo_refills_groups_without_variance_and_gives_up(
 ) -> None:
     """verl#953: refills are bounded, and rewards that are all 0 end the step without an update, not with an error."""
     run = trainer(algo="dapo", prompts=4, max_refills=2)
-    metrics, _ = run.step()
+    metrics, *_ = run.step()
     assert metrics["rollouts"] > 4 * 8 and 0 < metrics["usable_groups"] <= 12
     before = weights(run)
     wrong = Verdict("wrong", "1")
-    monkeypatch.setattr(run.grader, "grade", lambda texts, golds: [wrong] * len(texts))
-    metrics, _ = run.step()
+    monkeypatch.setattr(run.parts.grader, "grade", lambda texts, golds: [wrong] * len(texts))
+    metrics, *_ = run.step()
     assert metrics["usable_groups"] == 0 and metrics["rollouts"] == 3 * 4 * 8 and metrics["optimizer_steps"] == 0
     assert same(before, weights(run))
 
@@ -217,7 +225,9 @@ def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[...,
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
     trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No file may grow beyond a megabyte, which is less than the weights: the older checkpoint stays, the run goes on to its end."""
+    """No file may grow beyond a megabyte, which is less than the weights: the older checkpoint
+    stays, the run goes on to its end.
+    """
     run = trainer(steps=1)
     run.run("test")
     folder = Path(run.args.output)
@@ -248,7 +258,7 @@ def test_an_engine_that_fails_leaves_a_checkpoint_of_the_step_before(
     folder, step = Path(broken.args.output), engine.engine.step
 
     def fail_in_step_3() -> list:
-        if broken.step_number == 3 and engine._recording:
+        if broken.step_number == 2:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return step()
 
@@ -349,7 +359,9 @@ def test_what_the_engine_would_not_take_is_refused_before_it_starts(
 
 
 def test_evaluation_keeps_to_its_schedule_and_out_of_training(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
-    """Before the first step, every second one, after the last; rollouts and weights are bit for bit those of a run without."""
+    """Before the first step, every second one, after the last; rollouts and weights are bit for bit
+    those of a run without.
+    """
     problems = [*data.sums(4, 2, "test", (3, 4)), LONG, *data.sums(3, 5, "test", (3, 4))]
     _, sets = eval_sets(tmp_path, problem_file(tmp_path / "mine.jsonl", problems))
     small = dict(prompts=4, group_size=4, log_rollouts="all", eval_every=2, eval_n=2)
@@ -363,13 +375,15 @@ def test_evaluation_keeps_to_its_schedule_and_out_of_training(trainer: Callable[
     lines = [json.loads(line) for line in (Path(watched.args.output) / "metrics.jsonl").read_text().splitlines()]
     scores = {line["step"]: {k: v for k, v in line.items() if k.startswith("eval/")} for line in lines}
     assert [step for step, found in scores.items() if found] == [0, 2, 4, 5] and list(scores) == list(range(6))
-    assert not any("eval/" in key for line in arrol.load_metrics(Path(plain.args.output)) for key in line)
+    assert not any("eval/" in key for line in load_metrics(Path(plain.args.output)) for key in line)
     for found in filter(None, scores.values()):
-        assert list(found) == ["eval/mine/avg@2", "eval/mine/greedy"]
-        for name, samples in (("avg@2", 2), ("greedy", 1)):  # of 8 problems, one of which nobody can get right
+        # of 8 problems, one of which nobody can get right
+        assert list(found) == ["eval/mine/avg@2", "eval/mine/greedy", "eval/mine/too_long"]
+        assert found["eval/mine/too_long"] == 1
+        for name, samples in (("avg@2", 2), ("greedy", 1)):
             right = found[f"eval/mine/{name}"] * samples * 8
             assert right == pytest.approx(round(right)) and right <= samples * 7
-    tokenizer, golds = watched.tokenizer, [prompt.problem.answer for prompt in sets[0].prompts]
+    tokenizer, golds = watched.parts.tokenizer, [prompt.problem.answer for prompt in sets[0].prompts]
     right = [tokenizer.decode(r.token_ids[:-1]).endswith(f"boxed{{{gold}}}") for r, gold in zip(greedy, golds)]
     assert scores[0]["eval/mine/greedy"] == pytest.approx(sum(right) / 8) and any(right)
     ends = trainer(sets, steps=2, **small | {"eval_every": 0}).run("test", checkpoints=False)
