@@ -58,7 +58,7 @@ _LATEX = [
     (r"((?<!\\)[EI]|(?<![A-Za-z\\])e)(?=\s*_)", r"\\mathfrak{\1}"),
     # It adds an integer to the fraction after it: true of 1 1/4, not of 2(3).
     (r"(?<![\w.^\\])(\d+) +(\d+) */ *(\d+)", r"\1\\frac{\2}{\3}"),
-    (r"(?<![\w.^\\])(\d+) *(?=\(|\\[dt]?binom)", r"\1\\cdot "),
+    (r"(?<![\w.^\\])(\d+|\(\d+\)) *(?=\(|\\[dt]?binom)", r"\1\\cdot "),
     # It takes for a unit all that follows a text.
     (r"(?<!^)\\(?:text[a-z]*|mbox)\s*\{(?!\s*(?:and|or)\s*\})\W*(\w*)[^{}]*\}", r"\\mathfrak{t\1}"),
 ]
@@ -66,25 +66,31 @@ _LATEX = [
 
 def equivalent(gold: str, answer: str) -> bool:
     """Whether `answer` is right by `gold`. Not symmetric: x<3 may be answered by its interval."""
+    from latex2sympy2_extended import NormalizationConfig, normalize_latex
+
     wanted, chosen = _option(gold), _option(answer)
     if wanted and chosen:
         return wanted[0] == chosen[0]
     (gold, *marks), (answer, *others) = _split(gold), _split(chosen[1] or answer if chosen else answer)
     if any(mark and other and mark != other for mark, other in zip(marks, others)):
         return False
-    spaces = r" (?!\w)|(?<!\w) "
     # As LaTeX first: `2e-1` may be Euler's number less one. But 2e3 is not 3e2.
     numbers = all(re.search(_PROGRAM[0][0], text) for text in (gold, answer))
     for rules in (_PROGRAM + _LATEX,) if numbers else (_LATEX, _PROGRAM + _LATEX):
         texts = [functools.reduce(lambda text, rule: re.sub(*rule, text), rules, text) for text in (gold, answer)]
-        try:
-            if re.sub(spaces, "", texts[0]) == re.sub(spaces, "", texts[1]) or _equal(*texts):
-                return True
-        except MemoryError:
-            raise
-        # Parsers and sympy raise anything on what a model writes.
-        except Exception:
-            continue
+        if len({re.sub(r" (?!\w)|(?<!\w) ", "", text) for text in texts}) == 1:
+            return True
+        # The last letter may be a unit.
+        for units in (False, True):
+            config = NormalizationConfig(units=units, malformed_operators=True, nits=True, boxed="none")
+            try:
+                if _equal(*(normalize_latex(text, config) for text in texts)):
+                    return True
+            except MemoryError:
+                raise
+            # Parsers and sympy raise anything on what a model writes.
+            except Exception:
+                continue
     return False
 
 
@@ -105,14 +111,13 @@ def _split(text: str) -> tuple[str, list[str], list[str]]:
 
 @functools.lru_cache(64)
 def _parse(text: str) -> Basic:
-    """LaTeX as sympy has it, with decimals as exact fractions; raises anything."""
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+    """Normalized LaTeX as sympy has it, with decimals as exact fractions. Raises anything."""
+    from latex2sympy2_extended import latex2sympy
     from sympy import E, Float, I, Mul, Product, Rational, Sum, Symbol, nan, zoo
 
     if _SIDE_BY_SIDE.search(text):
         raise ValueError("two numbers side by side are neither a sum nor a product")
-    config = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="none")
-    value = latex2sympy(normalize_latex(text, config), is_real=True, normalization_config=None)
+    value = latex2sympy(text, is_real=True, normalization_config=None)
     exact = {number: Rational(str(number)) for number in value.atoms(Float)}
     # A word is a product of its letters.
     word = isinstance(value, Mul) and all(factor == E or isinstance(factor, Symbol) for factor in value.args)
@@ -127,8 +132,9 @@ def _parse(text: str) -> Basic:
     return parsed
 
 
+@functools.lru_cache(64)
 def _equal(gold: str, answer: str) -> bool:
-    """Whether math-verify takes the two for equal and they are not apart."""
+    """Whether math-verify takes the two for equal and they are not apart. Raises anything."""
     from math_verify import verify
     from sympy import FiniteSet, Interval, Tuple
 
@@ -136,7 +142,7 @@ def _equal(gold: str, answer: str) -> bool:
     for text, mine, other in ((gold, first, second), (answer, second, first)):
         if _rounds(text, other):
             return True
-        if isinstance(mine, FiniteSet) and re.match(r" *\\\{", text) and isinstance(other, (Interval, Tuple)):
+        if isinstance(mine, FiniteSet) and text.lstrip().startswith("\\{") and isinstance(other, (Interval, Tuple)):
             return False
     return not _apart(first, second) and verify(
         first, second, numeric_precision=50, timeout_seconds=None, raise_on_error=True

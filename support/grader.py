@@ -29,7 +29,7 @@ _BRACES = re.compile(r"\\?\\(?:boxed|fbox)(?![A-Za-z])\s*\{?|\\.|[{}]", re.DOTAL
 # and ends with white space or the formula.
 _UNBRACED = re.compile(
     r"(?=\.?\d|[-+(\[\\]|[^\x00-\x7f]|[A-Za-z](?![A-Za-z]))(?:\\\{[^{}$\n]*\\\}|[(\[][^()\[\]$\n]*[)\]]"
-    r"|\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+ ?|\\[%,!$]|[^\s\\(){}\[\]$])+"
+    r"|\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+ ?|\\[%,!$]|(?!\*\*)[^\s\\(){}\[\]$])+"
 )
 # An `Answer:` line, or GSM8K's `#### 42`. Headings are no answers: they have words.
 _NO_WORDS = r"(?:\\[A-Za-z]++|\\[^A-Za-z\n]|(?![^\W\d_])[^\n\\]|[^\W\d_](?![^\W\d_]))++$"
@@ -50,19 +50,20 @@ def _last_box(text: str) -> tuple[str, int]:
     opened: list[tuple[int, int]] = []
     box = content = (0, 0)
     for token in _BRACES.finditer(text, max(first - 3, 0)):
-        if token[0] == "{":
-            opened.append((-1, -1))
-        elif token[0] == "}":
+        symbol, (at, end) = token[0], token.span()
+        if symbol == "}":
             begin, start = opened.pop() if opened else (-1, -1)
             if begin >= 0:
-                around = text[start : box[0]] + text[box[1] : token.start()]
-                content = content if start <= box[0] and not around.strip() else (start, token.start())
-                box = (begin, token.end())
-        elif len(token[0]) > 2 and token[0].endswith("{"):
-            opened.append(token.span())
-        elif len(token[0]) > 2 and (bare := _UNBRACED.match(text, token.end())):
-            box, content = (token.start(), bare.end()), bare.span()
-    return text[slice(*content)].strip(), box[1]
+                if start > box[0] or (text[start : box[0]] + text[box[1] : at]).strip():
+                    content = (start, at)
+                box = (begin, end)
+        elif symbol == "{":
+            opened.append((-1, -1))
+        elif len(symbol) > 2 and symbol[-1] == "{":
+            opened.append((at, end))
+        elif len(symbol) > 2 and (bare := _UNBRACED.match(text, end)):
+            box, content = (at, bare.end()), bare.span()
+    return text[content[0] : content[1]].strip(), box[1]
 
 
 def extract_answer(text: str) -> str | None:

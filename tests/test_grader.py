@@ -116,6 +116,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
         (r"\boxed\{1, 2\}", r"\{1, 2\}"),
         (r"(\boxed \sqrt{2})", r"\sqrt{2}"),
         (r"\boxed B.", "B"),
+        (r"**\boxed 5**", "5"),
         (r"\boxed{\boxed 5}", "5"),
         (r"\boxed{5} is in \boxed format, with a \boxed.", "5"),
         # punctuation after the answer, inside the box; dots that stand for more are no punctuation
