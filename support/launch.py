@@ -29,7 +29,7 @@ from support.args import Args, SamplingArgs, fail
 from support.distributed import print0, rank
 from support.evaluation import EvalSet, contaminated, load_benchmark, make_benchmark
 from support.grader import Grader, GraderError
-from support.memory import first_misfit
+from support.memory import Shape, first_misfit
 from support.pictures import plot_reward
 from support.report import load_metrics, summary
 from tiny.sums import sums_range
@@ -227,7 +227,7 @@ def open_parts(args: Args) -> Iterator[Parts]:
             tokenizer, stop_token_ids, config = load_tokenizer(args)
             if device.type == "cuda":
                 total = torch.cuda.get_device_properties(device).total_memory
-                if problem := first_misfit(config, args, distributed.world_size(), total):
+                if problem := first_misfit(Shape(config), args, distributed.world_size(), total):
                     fail(f"--model {args.model}: {problem}")
             prompts, eval_sets = load_prompts(args, tokenizer)
         with Grader(grader_workers()) as grader, engine_from(args, device, args.tp) as engine:
