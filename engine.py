@@ -19,7 +19,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +35,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 
 @dataclass
@@ -120,6 +122,7 @@ class Engine:
     gpu_memory_utilization: share of the GPU for weights and KV cache, which `sleep` gives back.
     kv_cache_gb: size of the KV cache on a CPU.
     number: which of several engines of a run this is; callers derive seeds from it.
+    vocabulary: ids from this one on are never sampled: rows of a padded vocabulary, without a text.
     """
 
     def __init__(
@@ -135,9 +138,16 @@ class Engine:
         gpu_memory_utilization: float = 0.5,
         kv_cache_gb: float = 1.0,
         number: int = 0,
+        vocabulary: int | None = None,
         verbose: bool = False,
     ) -> None:
         self.detect_length, self.max_model_len, self.number = detect_length, max_model_len, number
+        # Before vLLM is there: it changes classes of transformers that it runs itself.
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        constructors = {cls: cls.__init__ for cls in map(type, empty.modules())}
+        tensors = revert_weight_conversion(empty, {name: p.detach() for name, p in empty.named_parameters()})
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.on_gpu = torch.cuda.is_available()
         _prepare_environment(self.on_gpu, verbose)
         import vllm
@@ -164,11 +174,18 @@ class Engine:
             use_tqdm_on_load=verbose,
             **(gpu if self.on_gpu else cpu),
         )
+        for cls, constructor in constructors.items():
+            if cls.__init__ is not constructor:
+                # For models of others, a trainer's: they are not compiled. vLLM's own instance says so for itself.
+                cls.__init__, cls.do_not_compile = constructor, True
         self.engine = self.llm.llm_engine
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         if not isinstance(self.runner, GPUModelRunner):
             raise RuntimeError(f"the hook knows vLLM's V1 model runner, not {type(self.runner)}")
         self._compute_logits = self.runner.model.compute_logits
+        width = self.llm.model_config.get_vocab_size()
+        self.vocabulary = width if vocabulary is None else min(vocabulary, width)
+        self._always_hook = self.vocabulary < width
         self._next_request = 0  # never reused: no output can be taken for one of an earlier request
         self._live: dict[int, Rollout] = {}  # request -> rollout in flight or waiting
         self._aborted: set[int] = set()  # since the last step
@@ -209,7 +226,7 @@ class Engine:
         show = progress and os.environ.get("RANK", "0") == "0"
         bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not show or None)
         self.hook_seconds, self._confidences = 0.0, [] if confidence else None
-        if pruner is not None or last_states or confidence:
+        if self._always_hook or pruner is not None or last_states or confidence:
             self.runner.model.compute_logits = self._hook
         try:
             for rollout in rollouts:
@@ -269,6 +286,7 @@ class Engine:
     def _hook(self, hidden: Tensor) -> Tensor:
         """In place of `model.compute_logits`: note whose rows (rows, H) are sampled, and which tokens."""
         logits = self._compute_logits(hidden)
+        logits[:, self.vocabulary :] = -torch.inf
         start, batch = time.perf_counter(), self.runner.input_batch
         count = batch.num_reqs
         if len(hidden) != count:
@@ -284,7 +302,7 @@ class Engine:
         rows = {key: row for row, key in enumerate(zip(requests, tokens))}
         self._step = (rows, hidden)
         if self._confidences is not None:
-            self._confidences.append((np.array(list(rows)), token_confidence(logits)))
+            self._confidences.append((np.array(list(rows)), token_confidence(logits[:, : self.vocabulary])))
         self.hook_seconds += time.perf_counter() - start
         return logits
 
@@ -351,18 +369,40 @@ class Engine:
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights, named as in the Hugging Face checkpoint, and forget the old ones.
 
-        A partial load raises no error. Compare the log-probs of the next rollouts with the trainer's.
+        Raises EngineError where tensors are missing, unknown or of another shape, for which vLLM
+        has a line in its log at most. Compare the log-probs of the next rollouts with the trainer's.
         """
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        self._refresh_packed_head()
+        wrong = dict(self._shapes)
+
+        def expected() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if wrong.get(name) == tensor.shape:
+                    del wrong[name]
+                    yield name, tensor
+                else:
+                    wrong[name] = tensor.shape
+
+        self._forget_packed_experts()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": expected()})
+        self._refresh_packed_heads()
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache: requests are still running")
+        if wrong:
+            raise EngineError(f"the weight sync is not of this model's tensors: {_listed(wrong)} missing or different")
 
-    def _refresh_packed_head(self) -> None:
+    def _forget_packed_experts(self) -> None:
+        """On a CPU experts are packed at load time, and not again by vLLM, unless it has no kernel."""
+        for module in self.runner.model.modules() if not self.on_gpu else ():
+            if getattr(module, "quant_method", None) is not None and hasattr(module.quant_method, "moe_kernel"):
+                module.quant_method.moe_kernel = None
+
+    def _refresh_packed_heads(self) -> None:
         """On a CPU lm_head is packed at load time; a tied one's pack is not renewed by vLLM."""
-        if not self.on_gpu:
-            head = self.runner.model.lm_head
-            head.quant_method.process_weights_after_loading(head)
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self.runner.model.modules() if not self.on_gpu else ():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def sleep(self) -> None:
         """Give the GPU's memory to the trainer. Level 1: level 2 loses buffers (vllm#16564)."""
