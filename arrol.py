@@ -44,7 +44,7 @@ from support.data import Prompt
 from support.distributed import gather_rollouts, shard
 from support.evaluation import evaluate, grade
 from support.grader import GraderError
-from support.metrics import Metrics, rewards_by_group, step_metrics
+from support.metrics import Metrics, step_metrics
 from support.report import Clock, RunLog, load_metrics
 
 
@@ -192,6 +192,7 @@ class Trainer:
         self.policy = self.learner.policy
         self.pruner = launch.make_pruner(Pruner, args, self.policy.model.config.hidden_size, parts.device)
         self.sampling = Sampling(args.max_length, tuple(parts.stop_token_ids), args.temperature)
+        self.dtype, self.gap_limits = launch.working_dtype(parts.device), launch.gap_limits(args, parts.device)
         self.clock = Clock()
         # What a checkpoint holds beside the learner and the pruner; changed at the end of a step only.
         self.step_number, self.prompts_used, self.seconds = 0, 0, 0.0
@@ -217,7 +218,7 @@ class Trainer:
             Sample(prompts[r.group].token_ids, r.token_ids, r.advantage, r.logprobs)
             for r in (survivors[row] for row in rows)
         ]
-        update = self.learner.update(samples, *launch.gap_limits(self.args, self.parts.device), rows)
+        update = self.learner.update(samples, *self.gap_limits, rows)
         for phase in ("logprob", "update"):
             self.clock.add(phase, update.pop(f"{phase}_s"))
         with self.clock("head"):
@@ -299,8 +300,10 @@ class Trainer:
 
     def usable_groups(self, rollouts: list[Rollout]) -> set[int]:
         """The groups to train on: all with GRPO, those with different rewards with DAPO."""
-        rewards = rewards_by_group(rollouts)
-        return {group for group in rewards if self.args.algo == "grpo" or len(set(rewards[group])) > 1}
+        rewards = defaultdict(set)
+        for r in rollouts:
+            rewards[r.group].add(r.reward)
+        return {group for group in rewards if self.args.algo == "grpo" or len(rewards[group] - {None}) > 1}
 
     def set_advantages(self, survivors: list[Rollout], prompts: dict[int, Prompt]) -> None:
         """Group-relative advantages over survivors alone, noted on each of them (Sec. 3)."""
@@ -318,7 +321,7 @@ class Trainer:
         for name, parameter in self.policy.model.named_parameters():
             tensor = parameter.detach()
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, full.to(launch.working_dtype(self.parts.device))
+            yield name, full.to(self.dtype)
 
     def evaluate(self) -> Metrics:
         """Scores on every evaluation set, see `evaluation.evaluate`."""

@@ -47,7 +47,7 @@ METHODS = {
 }
 # Twice as many rollouts as slots, as arrol.py has with a real model: pruned ones make room for others. With all of them in flight at once a step
 # of vLLM on a CPU takes as long with half of them. On 2 idle cores 24 runs of 2 to 4 minutes, with four evaluations each; in all 69.
-EMBEDDED = "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5"
+EMBEDDED = "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5 --max-num-seqs 256"
 EVALUATION = "--baseline-steps 0 --eval-n 16"
 RECORD = "run.json"
 

@@ -43,7 +43,7 @@ class SamplingArgs:
     max_length: int = flag(8192, "prompt and response together, in tokens", "[2, inf)", tiny=256)
     detect_length: int = flag(512, "response tokens at which a rollout is scored (L_detect)", "[1, inf)", tiny=10)
     keep_ratio: float = flag(0.5, "expected share of scored rollouts that survive (κ); 1: all", "(0, 1]")
-    max_num_seqs: int = flag(512, "rollouts that vLLM decodes at once, on each rank", "[1, inf)", tiny=256)
+    max_num_seqs: int = flag(512, "rollouts that vLLM decodes at once, on each rank", "[1, inf)", tiny=128)
     gpu_memory_utilization: float = flag(0.5, "share of the GPU that vLLM may use while it generates", "(0, 1)")
     kv_cache_gb: float = flag(4.0, "vLLM's KV cache on a CPU, in GiB", "(0, inf)", tiny=0.5)
     verbose: bool = flag(False, "show vLLM's own log lines")
@@ -57,7 +57,7 @@ class Args(SamplingArgs):
     dataset_config: str = flag("", "which of its configs, of a hub id or a folder that has several")
     dataset_split: str = flag("train", "which of its splits")
     resume: str = flag("", "run folder to go on with, from its newest checkpoint; its own flags apply")
-    steps: int = flag(200, "training steps", "[1, inf)", tiny=40)
+    steps: int = flag(200, "training steps", "[1, inf)", tiny=24)
     prompts: int = flag(64, "prompts per step, of all ranks; 64 suit 1.7B on one 96 GB GPU", "[1, inf)", tiny=16)
     group_size: int = flag(16, "rollouts per prompt (G)", "[2, inf)")
     minibatches: int = flag(1, "optimizer steps per batch; above 1 costs a pass for old log-probs", "[1, inf)", tiny=2)
@@ -71,7 +71,7 @@ class Args(SamplingArgs):
     p_max: float = flag(0.95, "largest survival probability", "(0, 1]")
     p_min: float = flag(0.05, "least survival probability; 0 would leave some rollouts no chance", "(0, p_max]")
     min_survivors: int = flag(2, "a group is never pruned below this", "[0, group_size]")
-    cold_start: int = flag(20, "first steps without pruning, in which head and windows fill", "[0, inf)", tiny=5)
+    cold_start: int = flag(20, "first steps without pruning, in which head and windows fill", "[0, inf)", tiny=4)
     bins: int = flag(128, "bins of the calibration (B)", "[1, inf)", tiny=32)
     alpha: float = flag(1.0, "Laplace smoothing of the calibration (α)", "(0, inf)")
     window: int = flag(4096, "rollouts that calibration and quality head remember", "[1, inf)", tiny=2048)
@@ -92,12 +92,12 @@ class Args(SamplingArgs):
     offload: bool = flag(False, "keep float32 weights, gradients and optimizer in main memory (FSDP2's CPU offload)")
     max_gap: float | None = flag(None, "largest mean gap of sampler to trainer; default 0.001, in bf16 0.1", "(0, inf)")
     eval_data: tuple[str, ...] = flag(("held-out",), f"to evaluate on: held-out (of the training set), {SETS}")
-    eval_every: int = flag(20, "steps between evaluations; 0: before the first and after the last alone", "[0, inf)")
+    eval_every: int = flag(20, "steps between evaluations; 0: at the start and the end alone", "[0, inf)", tiny=0)
     eval_n: int = flag(4, "samples per problem, for AMC and AIME 16 at least; one more is greedy", "[1, inf)")
     eval_temperature: float = flag(1.0, "their sampling temperature", "(0, 2]")
     eval_top_p: float = flag(1.0, "their sampling nucleus", "(0, 1]")
-    eval_problems: int = flag(64, "size of held-out (at most a tenth) and of sums; 0: neither", "[0, inf)", tiny=200)
-    baseline_steps: int = flag(0, "first train so many steps without pruning, to compare with", "[0, inf)", tiny=10)
+    eval_problems: int = flag(64, "size of held-out (at most a tenth) and of sums; 0: neither", "[0, inf)", tiny=100)
+    baseline_steps: int = flag(0, "first train so many steps without pruning, to compare with", "[0, inf)", tiny=8)
     checkpoint_every: int = flag(20, "steps between checkpoints; the last step always makes one", "[1, inf)")
     keep_checkpoints: int = flag(2, "newest checkpoints to keep", "[1, inf)")
     log_rollouts: str = flag("sample", "in rollouts.jsonl; sample: each step's first group", ("sample", "all", "none"))
@@ -140,7 +140,7 @@ def parse(argv: list[str]) -> Args:
                 fail(f"--{name.replace('_', '-')} {given[name]}: the run in {folder} has {saved[name]}; begin another")
         a = Args(**saved | given | {"output": folder})
     a.output = a.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{a.prune}"
-    unreachable = a.prune == "arrol" and a.keep_ratio < 1 and not a.p_min <= a.keep_ratio <= a.p_max
+    unreachable = a.prune != "none" and a.keep_ratio < 1 and not a.p_min <= a.keep_ratio <= a.p_max
     rules = [
         ("keep_ratio", unreachable, f"must lie between --p-min {a.p_min} and --p-max {a.p_max}, or be 1"),
         ("overlong_cache", a.algo == "dapo" and a.overlong_cache > a.max_length, "must not exceed --max-length"),

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from calibration import Settings
-from engine import Engine, EngineError, NothingScored
+from engine import Engine, EngineError, NothingScored, PruneHook
 from grpo import Learner, LossConfig, NonFiniteGradients, Policy, SamplerGapError
 from grpo import shard as shard_policy
 from support import checkpoint, data, distributed
@@ -177,7 +177,7 @@ def make_learner(args: Args, device: torch.device) -> Learner:
     )
 
 
-def make_pruner(pruner: type, args: Args, hidden_size: int, device: torch.device) -> distributed.SharedDecisions | None:
+def make_pruner(pruner: type, args: Args, hidden_size: int, device: torch.device) -> PruneHook | None:
     """A `pruner` as the flags say, whose decisions all ranks of an engine share; None for `--prune none`."""
     if args.prune == "none":
         return None
@@ -198,7 +198,7 @@ def make_pruner(pruner: type, args: Args, hidden_size: int, device: torch.device
         seed=args.seed,
         device=device,
     )
-    return distributed.SharedDecisions(made)
+    return distributed.SharedDecisions(made) if args.tp > 1 else made
 
 
 def gap_limits(args: Args, device: torch.device) -> tuple[float, float]:

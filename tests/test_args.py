@@ -141,7 +141,7 @@ def test_defaults_are_the_papers_and_the_embedded_models() -> None:
     assert parse([]).balance == 2.0 and parse(["--tilt", "printed", "--balance", "1"]).balance == 1.0
     embedded = parse([])
     assert embedded.model == str(TINY) and all(getattr(embedded, name) == value for name, value in EMBEDDED.items())
-    assert (embedded.instruction, embedded.weight_decay, embedded.steps) == ("", 0.0, 40)
+    assert (embedded.instruction, embedded.weight_decay, embedded.steps) == ("", 0.0, 24)
     assert parse(["--steps", "3"]).steps == 3 and parse(["--steps=3", "--no-thinking"]).steps == 3
 
 
