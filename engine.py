@@ -142,7 +142,7 @@ class Engine:
         verbose: bool = False,
     ) -> None:
         self.detect_length, self.max_model_len, self.number = detect_length, max_model_len, number
-        # Before vLLM is there: it changes classes of transformers that it runs itself.
+        # Before vLLM comes: it changes those classes of transformers that it runs as they are.
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         constructors = {cls: cls.__init__ for cls in map(type, empty.modules())}
@@ -153,6 +153,8 @@ class Engine:
         import vllm
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+        both = dict(skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs")
+        both |= dict(enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True)
         gpu = dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization)
         # Chunked prefill rewinds the generator of a rollout, which a CPU's generator cannot do.
         cpu = dict(enforce_eager=True, kv_cache_memory_bytes=int(kv_cache_gb * 2**30), enable_chunked_prefill=False)
@@ -163,26 +165,22 @@ class Engine:
             max_num_seqs=max_num_seqs,
             seed=seed,
             tensor_parallel_size=tensor_parallel,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
-            async_scheduling=False,
             # Ranks of one torchrun may share this engine; without a process group it is alone.
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
-            disable_log_stats=True,
             use_tqdm_on_load=verbose,
+            **both,
             **(gpu if self.on_gpu else cpu),
         )
         for cls, constructor in constructors.items():
             if cls.__init__ is not constructor:
-                # For models of others, a trainer's: they are not compiled. vLLM's own instance says so for itself.
+                # A trainer's model is of this class too, and is none of vLLM's to compile.
                 cls.__init__, cls.do_not_compile = constructor, True
         self.engine = self.llm.llm_engine
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         if not isinstance(self.runner, GPUModelRunner):
             raise RuntimeError(f"the hook knows vLLM's V1 model runner, not {type(self.runner)}")
         self._compute_logits = self.runner.model.compute_logits
+        self._packed = [] if self.on_gpu else list(self.runner.model.modules())
         width = self.llm.model_config.get_vocab_size()
         self.vocabulary = width if vocabulary is None else min(vocabulary, width)
         self._always_hook = self.vocabulary < width
@@ -260,6 +258,8 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         neutral = dict(n=1, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+        # Log-probs of the sampled token alone.
+        outputs = dict(logprobs=0, flat_logprobs=True, detokenize=False, min_tokens=0, ignore_eos=True)
         if seed is not None:
             seed = random.Random(f"{seed}-{rollout.group}-{rollout.sample}").getrandbits(62)
         params = SamplingParams(
@@ -267,15 +267,11 @@ class Engine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt)),
-            min_tokens=0,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
             # Thousands of partial outputs a step would cost more than the hook does.
             output_kind=RequestOutputKind.FINAL_ONLY,
             **neutral,
+            **outputs,
         )
         request, self._next_request = self._next_request, self._next_request + 1
         self._live[request] = rollout
@@ -369,39 +365,33 @@ class Engine:
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights, named as in the Hugging Face checkpoint, and forget the old ones.
 
-        Raises EngineError where tensors are missing, unknown or of another shape, for which vLLM
-        has a line in its log at most. Compare the log-probs of the next rollouts with the trainer's.
+        Raises EngineError where tensors are missing, unknown or of another shape; vLLM would drop
+        them. Compare the log-probs of the next rollouts with the trainer's all the same.
         """
         wrong = dict(self._shapes)
 
-        def expected() -> Iterator[tuple[str, Tensor]]:
+        def right() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
-                if wrong.get(name) == tensor.shape:
-                    del wrong[name]
+                if wrong.pop(name, None) == tensor.shape:
                     yield name, tensor
                 else:
                     wrong[name] = tensor.shape
 
-        self._forget_packed_experts()
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": expected()})
-        self._refresh_packed_heads()
+        for module in self._packed:
+            if hasattr(method := getattr(module, "quant_method", None), "moe_kernel"):
+                method.moe_kernel = None  # experts are packed when it is made, and not again
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": right()})
+        self._refresh_packed_head()
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache: requests are still running")
         if wrong:
-            raise EngineError(f"the weight sync is not of this model's tensors: {_listed(wrong)} missing or different")
+            some = ", ".join(sorted(wrong)[:3])
+            raise EngineError(f"a weight sync had {len(wrong)} tensors too few, too many or of another shape: {some}")
 
-    def _forget_packed_experts(self) -> None:
-        """On a CPU experts are packed at load time, and not again by vLLM, unless it has no kernel."""
-        for module in self.runner.model.modules() if not self.on_gpu else ():
-            if getattr(module, "quant_method", None) is not None and hasattr(module.quant_method, "moe_kernel"):
-                module.quant_method.moe_kernel = None
-
-    def _refresh_packed_heads(self) -> None:
+    def _refresh_packed_head(self) -> None:
         """On a CPU lm_head is packed at load time; a tied one's pack is not renewed by vLLM."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-        for module in self.runner.model.modules() if not self.on_gpu else ():
-            if isinstance(module, ParallelLMHead):
+        for module in self._packed:
+            if type(module).__name__ == "ParallelLMHead":
                 module.quant_method.process_weights_after_loading(module)
 
     def sleep(self) -> None:
@@ -421,7 +411,7 @@ class Engine:
     def close(self) -> None:
         """Take the engine down; before the process group, which it uses."""
         core = self.engine.engine_core
-        del self.runner, self.engine, self.llm, self._compute_logits
+        del self.runner, self.engine, self.llm, self._compute_logits, self._packed
         core.shutdown()
         gc.collect()
 

@@ -1,0 +1,250 @@
+"""One model as tokenizer, sampler and trainer have it, and what keeps it from training, in a sentence.
+
+The checkpoint in `--model` is read twice: by vLLM, and by transformers for the trainer. Either would
+make up parameters that it does not find, or drop those that it does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from engine import Engine
+from grpo import Policy
+from grpo import shard as shard_policy
+from support import data, distributed, memory, proof
+from support.args import Args, SamplingArgs, fail
+
+# Parameters times tokens that a CPU core trains on in a second, sampling included: a model of 281M
+# parameters made 16 tokens a second on two cores.
+CORE_SPEED = 281e6 * 16 / 2
+
+
+def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
+    """The model's tokenizer, the ids that end a response, and its config."""
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        fail(f"--model {args.model}: its config or tokenizer cannot be loaded: {str(error).splitlines()[0]}")
+    try:
+        generation_config = GenerationConfig.from_pretrained(args.model)
+    except OSError:
+        # Many base models have none.
+        generation_config = None
+    limit = getattr(config.get_text_config(), "max_position_embeddings", args.max_length)
+    if args.max_length > limit:
+        fail(f"--max-length {args.max_length}: the model has {limit} positions")
+    return tokenizer, data.stop_token_ids(tokenizer, config, generation_config), config
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase, stop_token_ids: list[int]) -> int:
+    """One more than the highest id that means something. A model may have more rows: they are padding."""
+    return max(*tokenizer.get_vocab().values(), *stop_token_ids) + 1
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """What weights are sampled with and saved in. A CPU without AVX512-BF16 emulates bfloat16, 10 times slower."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def gap_limits(args: Args, device: torch.device) -> tuple[float, float]:
+    """Largest |log-prob of sampler - of trainer|, in nats: of one token, and on average over a batch."""
+    exact = working_dtype(device) == torch.float32
+    mean = args.max_gap if args.max_gap is not None else (0.001 if exact else 0.1)
+    return (10 if exact else 50) * mean, mean
+
+
+# ------------------------------------------------------------------ before anything is downloaded
+
+
+def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.device) -> None:
+    """End the program if the config tells that this model cannot be trained so, or not here."""
+    if getattr(config, "quantization_config", None):
+        fail(f"--model {args.model}: its weights are quantized; training needs those it was quantized from")
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Some models have one for each kind of layer.
+    for scaling in [rope] if "rope_type" in rope else rope.values():
+        original = scaling.get("original_max_position_embeddings") or text.max_position_embeddings
+        if scaling["rope_type"] in ("longrope", "dynamic") and args.max_length > original:
+            fail(
+                f"--max-length {args.max_length}: beyond {original} positions this model's states depend on the longest"
+                f" row beside them ({scaling['rope_type']}), in the trainer and not in the sampler; at most {original}"
+            )
+    try:
+        shape = memory.shape(config)
+    except (ValueError, AttributeError) as error:
+        fail(f"--model {args.model}: the trainer cannot run {config.model_type}: {str(error).splitlines()[0]}")
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        if problem := memory.first_misfit(shape, args, distributed.world_size(), total):
+            fail(f"--model {args.model}: {problem}")
+    else:
+        _without_gpu(shape.parameters, args)
+
+
+def _without_gpu(parameters: int, args: Args) -> None:
+    """Refuse what main memory cannot hold; warn of the time that a step takes."""
+    here, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), distributed.world_size()
+    # Of each rank the sampler's; of all together the trainer's weights, gradients and Adam's moments.
+    size = parameters * (4 * here + (20 if args.beta > 0 else 16) * here / ranks) / 2**30 + args.kv_cache_gb * here
+    free = _free_memory() / 2**30
+    if size > free:
+        fail(
+            f"--model {args.model}: without a GPU its {parameters / 1e6:,.0f}M parameters and --kv-cache-gb"
+            f" {args.kv_cache_gb} take {size:.1f} GiB of main memory, and {free:.1f} GiB are free: take a smaller model, or a GPU"
+        )
+    tokens, cores = args.prompts * args.group_size * args.max_length, len(os.sched_getaffinity(0))
+    minutes = tokens * parameters / (CORE_SPEED * cores) / 60
+    if minutes > 1:
+        distributed.print0(
+            f"no GPU: a step of {parameters / 1e6:,.0f}M parameters and {tokens:,} tokens, if all rollouts reach"
+            f" --max-length, takes some {minutes:,.0f} minutes on {cores} cores; this is a rough estimate"
+        )
+
+
+def _free_memory() -> int:
+    """Bytes of main memory that this program may still take."""
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    with contextlib.suppress(OSError, ValueError):
+        # A container's limit.
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
+# ------------------------------------------------------------------ the sampler
+
+
+@contextlib.contextmanager
+def engine_from(
+    args: SamplingArgs, device: torch.device, vocabulary: int, tensor_parallel: int = 1
+) -> Iterator[Engine]:
+    """The engine that the flags ask for, taken down at the end, before the process group, which it uses."""
+    try:
+        engine = Engine(
+            args.model,
+            args.detect_length,
+            args.max_length,
+            args.max_num_seqs,
+            tensor_parallel=tensor_parallel,
+            number=distributed.engine_number(),
+            vocabulary=vocabulary,
+            dtype=working_dtype(device),
+            seed=args.seed,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_gb=args.kv_cache_gb,
+            verbose=args.verbose,
+        )
+    except Exception as error:
+        if args.verbose:
+            raise
+        fail(_why_no_engine(error, args, device, tensor_parallel))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _why_no_engine(error: Exception, args: SamplingArgs, device: torch.device, tensor_parallel: int) -> str:
+    """One sentence on what vLLM raised while the engine was built, with the flag to change."""
+    text = f"{type(error).__name__}: {error}"
+    room = f"--kv-cache-gb {args.kv_cache_gb}"
+    if device.type == "cuda":
+        room = f"--gpu-memory-utilization {args.gpu_memory_utilization}"
+    for pattern, sentence in {
+        "max seq len|cache blocks": f"{room}: too small for the KV cache of one rollout of --max-length {args.max_length}",
+        "memory for kv|Free memory|out of memory|OutOfMemory": f"{room}: there is less free memory than that takes",
+        "max_num_seqs": f"--max-num-seqs {args.max_num_seqs}: more than vLLM takes in one of its steps",
+        "max_model_len": f"--max-length {args.max_length}: more than vLLM allows this model",
+        "tensor parallel": f"--tp {tensor_parallel}: this model cannot be cut in so many parts",
+    }.items():
+        if re.search(pattern, text):
+            return sentence
+    # The checkpoint may be the cause; if so, this ends the program.
+    load(args.model)
+    # Pydantic has it on its second line.
+    reason = re.search(r"Value error, (.*?)(?:\. |\n|\[type|$)", text)
+    return f"--model {args.model}: vLLM cannot run it: {reason[1] if reason else text.splitlines()[0]}"
+
+
+# ------------------------------------------------------------------ the trainer
+
+
+def load(name: str) -> PreTrainedModel:
+    """The model in float32; ends the program if the checkpoint's parameters are not the model's."""
+    options = {}
+    if getattr(AutoConfig.from_pretrained(name).get_text_config(), "attn_logit_softcapping", None):
+        # The other implementations leave the cap out.
+        options["attn_implementation"] = "eager"
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        odd = _odd_dtypes(name)
+    except (ImportError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+        fail(f"--model {name}: its weights cannot be loaded: {str(error).splitlines()[0]}")
+    tied = model.config.get_text_config().tie_word_embeddings
+    untied = tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    problems = {
+        "missing": info["missing_keys"],
+        "not known to the model": info["unexpected_keys"],
+        "not of the shape in config.json": [name for name, *_ in info["mismatched_keys"]],
+        "no floating-point numbers of 16 bits or more": odd,
+        "not finite": [name for name, p in model.named_parameters() if not p.isfinite().all()],
+        "not the embedding's, to which config.json ties it": ["lm_head.weight"] if untied else [],
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{_listed(names)}: {problem}" for problem, names in problems.items() if names)
+        fail(f"--model {name}: its checkpoint is not that of a {type(model).__name__}: {found}")
+    return model
+
+
+def _odd_dtypes(name: str) -> list[str]:
+    """Tensors of a checkpoint whose numbers mean nothing without more: transformers just converts them."""
+    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True))
+    odd = []
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            odd += [key for key in file.keys() if file.get_slice(key).get_dtype() not in ("BF16", "F16", "F32", "F64")]
+    return odd
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def load_policy(args: Args, device: torch.device, vocabulary: int | None, frozen: bool = False) -> Policy:
+    """The model under FSDP2, to be trained or as the frozen reference of `--beta`."""
+    policy = Policy(load(args.model), args.temperature, vocabulary=vocabulary)
+    if not frozen:
+        proof.forward_agrees(policy, args.model)
+    checkpointing = device.type == "cuda" and not frozen
+    return shard_policy(policy, device, checkpointing, offload=args.offload).requires_grad_(not frozen)
+
+
+def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The weights of all ranks, named and cut as in a checkpoint; transformers fuses the experts of a layer."""
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield from revert_weight_conversion(model, {name: full.to(dtype)}).items()
