@@ -191,7 +191,7 @@ class Engine:
         self._step: tuple[dict[tuple[int, int], int], Tensor] | None = None
         # Of all steps: (request, token number) of each row, and H_t (rows,).
         self._confidences: list[tuple[np.ndarray, Tensor]] | None = None
-        self.hook_seconds = self.step_seconds = 0.0  # of `generate`: hook with pruner, and all of it
+        self.hook_seconds = self.step_seconds = 0.0  # of the last generate: hook + pruner, and all
 
     def generate(
         self,
