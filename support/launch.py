@@ -21,8 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from calibration import Settings
 from engine import Engine, EngineError, NothingScored, PruneHook
-from grpo import Learner, LossConfig, NonFiniteGradients, Policy, SamplerGapError
-from grpo import shard as shard_policy
+from grpo import Learner, LossConfig, NonFiniteGradients, SamplerGapError
 from support import checkpoint, data, distributed
 from support.args import Args, fail
 from support.distributed import print0, rank
@@ -167,7 +166,7 @@ def open_parts(args: Args) -> Iterator[Parts]:
             tokenizer, stop_token_ids, config = load_tokenizer(args)
             refuse_untrainable(config, args, device)
             prompts, eval_sets = load_prompts(args, tokenizer)
-        ids = vocabulary(tokenizer, stop_token_ids)
+        ids = vocabulary(tokenizer, stop_token_ids, config)
         with Grader(grader_workers()) as grader, engine_from(args, device, ids, args.tp) as engine:
             # Before the trainer's weights go to the GPU.
             engine.sleep()

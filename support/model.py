@@ -56,9 +56,9 @@ def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[in
     return tokenizer, data.stop_token_ids(tokenizer, config, generation_config), config
 
 
-def vocabulary(tokenizer: PreTrainedTokenizerBase, stop_token_ids: list[int]) -> int:
-    """One more than the highest id that means something. A model may have more rows: they are padding."""
-    return max(*tokenizer.get_vocab().values(), *stop_token_ids) + 1
+def vocabulary(tokenizer: PreTrainedTokenizerBase, stop_token_ids: list[int], config: PreTrainedConfig) -> int:
+    """One more than the highest id that means something; the rows of lm_head after that are padding."""
+    return min(max(*tokenizer.get_vocab().values(), *stop_token_ids) + 1, config.get_text_config().vocab_size)
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
@@ -91,9 +91,11 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
                 f" row beside them ({scaling['rope_type']}), in the trainer and not in the sampler; at most {original}"
             )
     try:
-        shape = memory.shape(config)
-    except (ValueError, AttributeError) as error:
-        fail(f"--model {args.model}: the trainer cannot run {config.model_type}: {str(error).splitlines()[0]}")
+        with torch.device("meta"):
+            Policy(AutoModelForCausalLM.from_config(config), args.temperature)
+    except ValueError as error:
+        fail(f"--model {args.model}: {str(error).splitlines()[0]}")
+    shape = memory.shape(config)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         if problem := memory.first_misfit(shape, args, distributed.world_size(), total):
@@ -191,13 +193,9 @@ def _why_no_engine(error: Exception, args: SamplingArgs, device: torch.device, t
 
 def load(name: str) -> PreTrainedModel:
     """The model in float32; ends the program if the checkpoint's parameters are not the model's."""
-    options = {}
-    if getattr(AutoConfig.from_pretrained(name).get_text_config(), "attn_logit_softcapping", None):
-        # The other implementations leave the cap out.
-        options["attn_implementation"] = "eager"
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
         odd = _odd_dtypes(name)
     except (ImportError, OSError, RuntimeError, SafetensorError, ValueError) as error:

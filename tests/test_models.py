@@ -92,12 +92,12 @@ def trainer(tmp_path: Path, make_engine: Callable[..., Engine], monkeypatch: pyt
             flags = dict(
                 model=folder, output=tmp_path / "run", steps=3, prompts=3, group_size=4, lr=1e-3, warmup_steps=0
             )
-            flags |= dict(dataset="sums", instruction="", max_length=96, max_prompt=64, detect_length=8, cold_start=1)
+            flags |= dict(dataset="sums", instruction="", max_length=96, max_prompt=64, detect_length=8, cold_start=3)
             flags |= dict(kv_cache_gb=0.05, max_num_seqs=16, eval_problems=0, checkpoint_every=3) | changes
             args = parse([f"--{name.replace('_', '-')}={value}" for name, value in flags.items()])
             tokenizer, stops, config = model.load_tokenizer(args)
             model.refuse_untrainable(config, args, CPU)
-            ids = model.vocabulary(tokenizer, stops)
+            ids = model.vocabulary(tokenizer, stops, config)
             engine = make_engine(
                 folder, detect_length=8, max_model_len=96, max_num_seqs=16, kv_cache_gb=0.05, vocabulary=ids
             )
@@ -395,5 +395,7 @@ def test_ids_beyond_the_tokenizer_are_not_sampled_and_not_trained(
 
 
 def test_the_vocabulary_ends_with_the_last_id_that_means_something() -> None:
-    assert model.vocabulary(TOKENIZER, [1]) == max(TOKENIZER.get_vocab().values()) + 1
-    assert model.vocabulary(TOKENIZER, [1, 99]) == 100
+    rows = transformers.Qwen3Config(vocab_size=96)
+    assert model.vocabulary(TOKENIZER, [1], rows) == max(TOKENIZER.get_vocab().values()) + 1 == 64
+    assert model.vocabulary(TOKENIZER, [1, 80], rows) == 81
+    assert model.vocabulary(TOKENIZER, [1], transformers.Qwen3Config(vocab_size=60)) == 60
