@@ -72,15 +72,12 @@ def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[d
             elif args.eval_problems or not sums_range(spec if spec != "held-out" else args.dataset):
                 found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
                 benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
+        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
     except ValueError as error:
         fail(str(error))
     for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
         if count > 1:
             fail(f"--eval-data: {count} sets are called {name}, as are their scores; rename a file or leave one out")
-    try:
-        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
-    except ValueError as error:
-        fail(str(error))
     if not prompts:
         too_long = f"{dropped} longer than --max-prompt {args.max_prompt}"
         fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {too_long})")

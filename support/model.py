@@ -1,7 +1,7 @@
-"""One model as tokenizer, sampler and trainer have it, and what keeps it from training, in a sentence.
+"""One model as transformers, vLLM and the trainer have it, and what keeps it from training, in a sentence.
 
-The checkpoint in `--model` is read twice: by vLLM, and by transformers for the trainer. Either would
-make up parameters that it does not find, or drop those that it does not know.
+Its checkpoint is read twice, by vLLM and by transformers for the trainer. Either makes up parameters
+that it does not find, and drops those that it does not know.
 """
 
 from __future__ import annotations
@@ -9,23 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import Engine
@@ -34,8 +27,11 @@ from grpo import shard as shard_policy
 from support import data, distributed, memory, proof
 from support.args import Args, SamplingArgs, fail
 
-# Parameters times tokens that a CPU core trains on in a second, sampling included: a model of 281M
-# parameters made 16 tokens a second on two cores.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# Parameters x tokens that one core takes through a step in a second: a model of 281M parameters made
+# 16 tokens a second on two.
 CORE_SPEED = 281e6 * 16 / 2
 
 
@@ -57,7 +53,7 @@ def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[in
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, stop_token_ids: list[int], config: PreTrainedConfig) -> int:
-    """One more than the highest id that means something; the rows of lm_head after that are padding."""
+    """One more than the highest id that means something; rows of lm_head after that are padding."""
     return min(max(*tokenizer.get_vocab().values(), *stop_token_ids) + 1, config.get_text_config().vocab_size)
 
 
@@ -73,13 +69,8 @@ def gap_limits(args: Args, device: torch.device) -> tuple[float, float]:
     return (10 if exact else 50) * mean, mean
 
 
-# ------------------------------------------------------------------ before anything is downloaded
-
-
 def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.device) -> None:
-    """End the program if the config tells that this model cannot be trained so, or not here."""
-    if getattr(config, "quantization_config", None):
-        fail(f"--model {args.model}: its weights are quantized; training needs those it was quantized from")
+    """End the program, before weights are downloaded, if the config tells that they cannot be trained."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     # Some models have one for each kind of layer.
@@ -87,53 +78,52 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
         original = scaling.get("original_max_position_embeddings") or text.max_position_embeddings
         if scaling["rope_type"] in ("longrope", "dynamic") and args.max_length > original:
             fail(
-                f"--max-length {args.max_length}: beyond {original} positions this model's states depend on the longest"
-                f" row beside them ({scaling['rope_type']}), in the trainer and not in the sampler; at most {original}"
+                f"--max-length {args.max_length}: with {scaling['rope_type']} positions beyond {original} the trainer's"
+                f" log-probs depend on the longest row beside them, and the sampler's do not; take at most {original}"
             )
     try:
         with torch.device("meta"):
-            Policy(AutoModelForCausalLM.from_config(config), args.temperature)
+            policy = Policy(AutoModelForCausalLM.from_config(config), args.temperature)
+        if getattr(config, "quantization_config", None):
+            problem = "its weights are quantized; name the model that they were made from"
+        elif device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            problem = memory.first_misfit(config, args, distributed.world_size(), total)
+        else:
+            problem = _misfit_on_cpu(sum(p.numel() for p in policy.parameters()), args)
     except ValueError as error:
-        fail(f"--model {args.model}: {str(error).splitlines()[0]}")
-    shape = memory.shape(config)
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        if problem := memory.first_misfit(shape, args, distributed.world_size(), total):
-            fail(f"--model {args.model}: {problem}")
-    else:
-        _without_gpu(shape.parameters, args)
+        problem = str(error).splitlines()[0]
+    if problem:
+        fail(f"--model {args.model}: {problem}")
 
 
-def _without_gpu(parameters: int, args: Args) -> None:
-    """Refuse what main memory cannot hold; warn of the time that a step takes."""
-    here, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), distributed.world_size()
-    # Of each rank the sampler's; of all together the trainer's weights, gradients and Adam's moments.
-    size = parameters * (4 * here + (20 if args.beta > 0 else 16) * here / ranks) / 2**30 + args.kv_cache_gb * here
-    free = _free_memory() / 2**30
+def _misfit_on_cpu(parameters: int, args: Args) -> str | None:
+    """What main memory cannot hold. If it can, a warning is printed of the time that a step takes."""
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
+    # 4 bytes in each rank's sampler; weights, gradients and Adam's moments once, with --beta the reference.
+    per_parameter = 4 * ranks + (20 if args.beta > 0 else 16) * ranks / distributed.world_size()
+    size, free = parameters * per_parameter / 2**30 + args.kv_cache_gb * ranks, _free_memory() / 2**30
+    name = f"{parameters / 1e6:,.0f}M parameters"
     if size > free:
-        fail(
-            f"--model {args.model}: without a GPU its {parameters / 1e6:,.0f}M parameters and --kv-cache-gb"
-            f" {args.kv_cache_gb} take {size:.1f} GiB of main memory, and {free:.1f} GiB are free: take a smaller model, or a GPU"
+        return (
+            f"without a GPU, {name} and --kv-cache-gb {args.kv_cache_gb} take {size:.1f} GiB of main memory, and"
+            f" {free:.1f} GiB are free; take a smaller model, or a GPU"
         )
-    tokens, cores = args.prompts * args.group_size * args.max_length, len(os.sched_getaffinity(0))
-    minutes = tokens * parameters / (CORE_SPEED * cores) / 60
-    if minutes > 1:
+    tokens = args.prompts * args.group_size * args.max_length
+    if (minutes := tokens * parameters / (CORE_SPEED * cores) / 60) > 1:
         distributed.print0(
-            f"no GPU: a step of {parameters / 1e6:,.0f}M parameters and {tokens:,} tokens, if all rollouts reach"
-            f" --max-length, takes some {minutes:,.0f} minutes on {cores} cores; this is a rough estimate"
+            f"no GPU: {name} and, if all rollouts reach --max-length, {tokens:,} tokens take some"
+            f" {minutes:,.0f} minutes a step on {cores} cores; this is a rough estimate"
         )
+    return None
 
 
 def _free_memory() -> int:
-    """Bytes of main memory that this program may still take."""
+    """Bytes of main memory, within a container's limit."""
     free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
     with contextlib.suppress(OSError, ValueError):
-        # A container's limit.
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return free
-
-
-# ------------------------------------------------------------------ the sampler
 
 
 @contextlib.contextmanager
@@ -157,47 +147,47 @@ def engine_from(
             verbose=args.verbose,
         )
     except Exception as error:
+        # Whatever vLLM raises.
         if args.verbose:
             raise
-        fail(_why_no_engine(error, args, device, tensor_parallel))
+        fail(_why_no_engine(f"{type(error).__name__}: {error}", args, device, tensor_parallel))
     try:
         yield engine
     finally:
         engine.close()
 
 
-def _why_no_engine(error: Exception, args: SamplingArgs, device: torch.device, tensor_parallel: int) -> str:
-    """One sentence on what vLLM raised while the engine was built, with the flag to change."""
-    text = f"{type(error).__name__}: {error}"
-    room = f"--kv-cache-gb {args.kv_cache_gb}"
-    if device.type == "cuda":
-        room = f"--gpu-memory-utilization {args.gpu_memory_utilization}"
+def _why_no_engine(error: str, args: SamplingArgs, device: torch.device, tensor_parallel: int) -> str:
+    """One sentence on what vLLM raised while the engine was built, with the flag of ours to change."""
+    on_gpu = device.type == "cuda"
+    room = f"--gpu-memory-utilization {args.gpu_memory_utilization}" if on_gpu else f"--kv-cache-gb {args.kv_cache_gb}"
     for pattern, sentence in {
-        "max seq len|cache blocks": f"{room}: too small for the KV cache of one rollout of --max-length {args.max_length}",
-        "memory for kv|Free memory|out of memory|OutOfMemory": f"{room}: there is less free memory than that takes",
+        "max seq len|cache blocks": f"{room}: no room for the keys and values of --max-length {args.max_length} tokens",
+        "memory for kv|Free memory|out of memory|OutOfMemory": f"{room}: that much memory is not free",
         "max_num_seqs": f"--max-num-seqs {args.max_num_seqs}: more than vLLM takes in one of its steps",
         "max_model_len": f"--max-length {args.max_length}: more than vLLM allows this model",
-        "tensor parallel": f"--tp {tensor_parallel}: this model cannot be cut in so many parts",
+        "tensor parallel": f"--tp {tensor_parallel}: this model cannot be cut into so many parts",
     }.items():
-        if re.search(pattern, text):
+        if re.search(pattern, error):
             return sentence
-    # The checkpoint may be the cause; if so, this ends the program.
+    # If the checkpoint is the cause, this ends the program.
     load(args.model)
-    # Pydantic has it on its second line.
-    reason = re.search(r"Value error, (.*?)(?:\. |\n|\[type|$)", text)
-    return f"--model {args.model}: vLLM cannot run it: {reason[1] if reason else text.splitlines()[0]}"
-
-
-# ------------------------------------------------------------------ the trainer
+    # Pydantic says it on its second line.
+    reason = re.search(r"Value error, (.*?)(?:\. |\n|\[type|$)", error)
+    return f"--model {args.model}: vLLM cannot run it: {reason[1] if reason else error.splitlines()[0]}"
 
 
 def load(name: str) -> PreTrainedModel:
-    """The model in float32; ends the program if the checkpoint's parameters are not the model's."""
+    """The model in float32; ends the program unless the checkpoint has its parameters, and no others."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
-        odd = _odd_dtypes(name)
+        folder, odd = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True)), []
+        for path in folder.glob("model*.safetensors"):
+            with safe_open(path, "pt") as file:
+                # Transformers just converts them. Integers and float8 mean nothing without their scales.
+                odd += [k for k in file.keys() if file.get_slice(k).get_dtype() not in ("BF16", "F16", "F32", "F64")]
     except (ImportError, OSError, RuntimeError, SafetensorError, ValueError) as error:
         fail(f"--model {name}: its weights cannot be loaded: {str(error).splitlines()[0]}")
     tied = model.config.get_text_config().tie_word_embeddings
@@ -210,25 +200,14 @@ def load(name: str) -> PreTrainedModel:
         "not finite": [name for name, p in model.named_parameters() if not p.isfinite().all()],
         "not the embedding's, to which config.json ties it": ["lm_head.weight"] if untied else [],
     }
-    if any(problems.values()):
-        found = "; ".join(f"{_listed(names)}: {problem}" for problem, names in problems.items() if names)
-        fail(f"--model {name}: its checkpoint is not that of a {type(model).__name__}: {found}")
+    found = [
+        ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) + f": {problem}"
+        for problem, names in problems.items()
+        if names
+    ]
+    if found:
+        fail(f"--model {name}: its checkpoint is not that of a {type(model).__name__}: {'; '.join(found)}")
     return model
-
-
-def _odd_dtypes(name: str) -> list[str]:
-    """Tensors of a checkpoint whose numbers mean nothing without more: transformers just converts them."""
-    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True))
-    odd = []
-    for path in folder.glob("model*.safetensors"):
-        with safe_open(path, "pt") as file:
-            odd += [key for key in file.keys() if file.get_slice(key).get_dtype() not in ("BF16", "F16", "F32", "F64")]
-    return odd
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def load_policy(args: Args, device: torch.device, vocabulary: int | None, frozen: bool = False) -> Policy:
@@ -241,7 +220,7 @@ def load_policy(args: Args, device: torch.device, vocabulary: int | None, frozen
 
 
 def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The weights of all ranks, named and cut as in a checkpoint; transformers fuses the experts of a layer."""
+    """The weights of all ranks, named and cut as in a checkpoint: transformers fuses the experts of a layer."""
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -4,7 +4,6 @@ sentence that says why. docs/models.md has the table."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 import arrol
@@ -152,7 +151,7 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused_beyond_their_fir
     """LongRoPE: transformers takes other factors where any row is long, vLLM where any could be."""
     rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 16, long_factor=[4.0] * 16, factor=8.0)
     rope |= dict(original_max_position_embeddings=64)
-    folder = make_model(tmp_path, "Phi3", rope_parameters=rope)
+    folder = make_model(tmp_path, "Phi3", rope_parameters=rope, original_max_position_embeddings=64)
     short = dict(max_prompt=32, detect_length=8, kv_cache_gb=0.05)
     assert "at most 64" in refused(capsys, model.refuse_untrainable, *settings(folder, max_length=65, **short))
     model.refuse_untrainable(*settings(folder, max_length=64, **short))
@@ -175,7 +174,10 @@ def test_what_main_memory_cannot_hold_is_refused_before_its_weights_are_there(
     monkeypatch.setattr(model, "_free_memory", lambda: needed + 2**26)
     model.refuse_untrainable(*arguments)
     warning = capsys.readouterr().out
-    assert warning.startswith("no GPU: a step of 552M parameters and 524,288 tokens") and warning.count("\n") == 1
+    assert (
+        warning.startswith("no GPU: 552M parameters and, if all rollouts reach --max-length, 524,288 tokens")
+        and warning.count("\n") == 1
+    )
     model.refuse_untrainable(*settings(TINY, max_length=256, max_prompt=64, detect_length=8, prompts=16))
     assert not capsys.readouterr().out
 
@@ -274,9 +276,19 @@ def test_a_tied_head_may_be_in_the_checkpoint_or_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "change", "config", "sentence"),
     [
-        (dict(kv_cache_gb=0.0005), without(), {}, "--kv-cache-gb 0.0005: too small for the KV cache of one rollout"),
-        (dict(kv_cache_gb=1e-7), without(), {}, "--kv-cache-gb 1e-07: too small for the KV cache of one rollout"),
-        (dict(kv_cache_gb=4096), without(), {}, "--kv-cache-gb 4096.0: there is less free memory"),
+        (
+            dict(kv_cache_gb=0.0005),
+            without(),
+            {},
+            "--kv-cache-gb 0.0005: no room for the keys and values of --max-length 256",
+        ),
+        (
+            dict(kv_cache_gb=1e-7),
+            without(),
+            {},
+            "--kv-cache-gb 1e-07: no room for the keys and values of --max-length 256",
+        ),
+        (dict(kv_cache_gb=4096), without(), {}, "--kv-cache-gb 4096.0: that much memory is not free"),
         (dict(max_num_seqs=100_000), without(), {}, "--max-num-seqs 100000: "),
         ({}, without(), dict(architectures=["NoneForCausalLM"]), "NoneForCausalLM'] are not supported"),
         ({}, extra_layer, {}, "model.layers.2.input_layernorm.weight"),
@@ -373,20 +385,19 @@ def test_ids_beyond_the_tokenizer_are_not_sampled_and_not_trained(
     trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
     """verl#1398: ids without a text vanish in decoding, and `\\boxed{4` + id + `}` is graded right."""
-    folder = make_model(tmp_path / "model", "Qwen3", head_dim=32, vocab_size=96)
-    edit(folder, with_changed("lm_head.weight", lambda t: torch.cat([t[:64], 3 * t[64:]])))
+    folder = make_model(tmp_path / "model", "Qwen3", head_dim=32, vocab_size=64, tie_word_embeddings=False)
     trained = trainer(folder)
-    assert (trained.engine.vocabulary, trained.policy.vocabulary) == (64, 64)
+    assert (trained.engine.vocabulary, trained.policy.vocabulary) == (28, 28)
     prompts, sampling = {0: [5, 6, 7]}, Sampling(60, (1,))
     rollouts = trained.engine.generate(prompts, 16, sampling, seed=1, confidence=True)
-    assert max(max(r.token_ids) for r in rollouts) < 64
+    assert max(max(r.token_ids) for r in rollouts) < 28
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for r in rollouts[:4]:
         with torch.no_grad():
             logits = plain(torch.tensor([prompts[0] + r.token_ids])).logits[0, 2:-1]
-        # The rows beyond would have most of the mass.
-        assert logits.softmax(-1)[:, 64:].sum(-1).mean() > 0.3
-        expected = logits[:, :64].log_softmax(-1)
+        # They would have much of the mass.
+        assert logits.softmax(-1)[:, 28:].sum(-1).mean() > 0.3
+        expected = logits[:, :28].log_softmax(-1)
         sampled = expected.gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(r.logprobs), sampled, atol=1e-4, rtol=0)
         torch.testing.assert_close(torch.tensor(r.confidences).float(), -expected.sum(-1), atol=1e-2, rtol=1e-4)
@@ -396,6 +407,6 @@ def test_ids_beyond_the_tokenizer_are_not_sampled_and_not_trained(
 
 def test_the_vocabulary_ends_with_the_last_id_that_means_something() -> None:
     rows = transformers.Qwen3Config(vocab_size=96)
-    assert model.vocabulary(TOKENIZER, [1], rows) == max(TOKENIZER.get_vocab().values()) + 1 == 64
+    assert model.vocabulary(TOKENIZER, [1], rows) == max(TOKENIZER.get_vocab().values()) + 1 == 28
     assert model.vocabulary(TOKENIZER, [1, 80], rows) == 81
-    assert model.vocabulary(TOKENIZER, [1], transformers.Qwen3Config(vocab_size=60)) == 60
+    assert model.vocabulary(TOKENIZER, [1], transformers.Qwen3Config(vocab_size=20)) == 20
