@@ -19,7 +19,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -105,9 +105,6 @@ def token_confidence(logits: Tensor) -> Tensor:
 
     `logits` (N, V), before temperature; returns (N,) fp32. The surer the model, the larger: a peak
     leaves all other tokens a tiny probability.
-
-    >>> token_confidence(torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]]))
-    tensor([ 5.5452, 27.0015])
     """
     logits = logits.float()
     return logits.shape[-1] * (logits.logsumexp(-1) - logits.mean(-1))
@@ -142,12 +139,7 @@ class Engine:
         verbose: bool = False,
     ) -> None:
         self.detect_length, self.max_model_len, self.number = detect_length, max_model_len, number
-        # Before vLLM comes: it changes those classes of transformers that it runs as they are.
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        constructors = {cls: cls.__init__ for cls in map(type, empty.modules())}
-        tensors = revert_weight_conversion(empty, {name: p.detach() for name, p in empty.named_parameters()})
-        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._shapes, constructors = _describe(model)
         self.on_gpu = torch.cuda.is_available()
         _prepare_environment(self.on_gpu, verbose)
         import vllm
@@ -155,20 +147,18 @@ class Engine:
 
         both = dict(skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs")
         both |= dict(enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True)
+        sizes = dict(max_model_len=max_model_len, max_num_seqs=max_num_seqs, tensor_parallel_size=tensor_parallel)
         gpu = dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization)
         # Chunked prefill rewinds the generator of a rollout, which a CPU's generator cannot do.
         cpu = dict(enforce_eager=True, kv_cache_memory_bytes=int(kv_cache_gb * 2**30), enable_chunked_prefill=False)
         self.llm = vllm.LLM(
             model,
             dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
             seed=seed,
-            tensor_parallel_size=tensor_parallel,
             # Ranks of one torchrun may share this engine; without a process group it is alone.
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             use_tqdm_on_load=verbose,
-            **both,
+            **(sizes | both),
             **(gpu if self.on_gpu else cpu),
         )
         for cls, constructor in constructors.items():
@@ -183,7 +173,7 @@ class Engine:
         self._packed = [] if self.on_gpu else list(self.runner.model.modules())
         width = self.llm.model_config.get_vocab_size()
         self.vocabulary = width if vocabulary is None else min(vocabulary, width)
-        self._always_hook = self.vocabulary < width
+        self._padded = self.vocabulary < width
         self._next_request = 0  # never reused: no output can be taken for one of an earlier request
         self._live: dict[int, Rollout] = {}  # request -> rollout in flight or waiting
         self._aborted: set[int] = set()  # since the last step
@@ -224,7 +214,7 @@ class Engine:
         show = progress and os.environ.get("RANK", "0") == "0"
         bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not show or None)
         self.hook_seconds, self._confidences = 0.0, [] if confidence else None
-        if self._always_hook or pruner is not None or last_states or confidence:
+        if self._padded or pruner is not None or last_states or confidence:
             self.runner.model.compute_logits = self._hook
         try:
             for rollout in rollouts:
@@ -291,7 +281,7 @@ class Engine:
         tokens = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count] + 1
         tokens = np.where(self.runner.discard_request_mask.np[:count], 0, tokens).tolist()
         # Copied now: vLLM may reorder its batch before `step` returns.
-        requests = [_number(internal) for internal in batch.req_ids[:count]]
+        requests = [int(name.split("-")[0]) for name in batch.req_ids[:count]]
         if not self._aborted.isdisjoint(requests):
             raise RuntimeError("vLLM went on with a rollout that was aborted")
         self._aborted.clear()
@@ -339,7 +329,7 @@ class Engine:
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
         dropped = [request for request, decision in zip(reached, decisions) if not decision.keep]
         # From the model runner: vLLM returns nothing of an aborted request.
-        sampled = {_number(internal): state.output_token_ids for internal, state in self.runner.requests.items()}
+        sampled = {int(name.split("-")[0]): state.output_token_ids for name, state in self.runner.requests.items()}
         for request in dropped:
             self._live[request].finish, self._live[request].token_ids = "pruned", list(sampled[request])
         self._abort(dropped)
@@ -401,12 +391,12 @@ class Engine:
 
     def wake(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Undo `sleep`, and sync before the KV cache is back: the weights are there twice by then."""
-        if self.on_gpu and self.engine.is_sleeping():
+        asleep = self.on_gpu and self.engine.is_sleeping()
+        if asleep:
             self.llm.wake_up(tags=["weights"])
-            self.sync(weights)
+        self.sync(weights)
+        if asleep:
             self.llm.wake_up(tags=["kv_cache"])
-        else:
-            self.sync(weights)
 
     def close(self) -> None:
         """Take the engine down; before the process group, which it uses."""
@@ -416,9 +406,13 @@ class Engine:
         gc.collect()
 
 
-def _number(internal: str) -> int:
-    """The number of the request that vLLM calls `internal`."""
-    return int(internal.partition("-")[0])
+def _describe(model: str) -> tuple[dict[str, torch.Size], dict[type, Callable]]:
+    """Shapes of the checkpoint's tensors, and how its classes are built: vLLM changes some of them."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    tensors = revert_weight_conversion(empty, {name: p.detach() for name, p in empty.named_parameters()})
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return shapes, {cls: cls.__init__ for cls in map(type, empty.modules())}
 
 
 def _stop_together(failure: Exception | None) -> None:
