@@ -384,7 +384,7 @@ class Learner:
         return norm.item()
 
     def _finite(self, tensors: list[Tensor]) -> bool:
-        """Whether all elements are, on all ranks: judged by their sums, which cost one fast pass."""
+        """Whether all elements are, on all ranks, told by their sums: a single fast pass."""
         local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
         sums = torch.stack([t.detach().sum() for t in local]).to(self.device)
         return all_reduce((~sums.isfinite()).sum()).item() == 0
