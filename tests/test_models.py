@@ -188,7 +188,7 @@ def test_nested_configs_are_counted(tmp_path: Path) -> None:
     vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     vision |= dict(image_size=28, patch_size=14)
     config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    found = model.memory.shape(config)
+    found = model.memory.Shape(config)
     assert (found.hidden, found.vocabulary, found.layers) == (128, 64, 2)
 
 
