@@ -277,10 +277,10 @@ def test_a_tied_head_may_be_in_the_checkpoint_or_not(tmp_path: Path) -> None:
     ("flags", "change", "config", "sentence"),
     [
         (
-            dict(kv_cache_gb=0.0005),
+            dict(kv_cache_gb=0.0001),
             without(),
             {},
-            "--kv-cache-gb 0.0005: no room for the keys and values of --max-length 256",
+            "--kv-cache-gb 0.0001: no room for the keys and values of --max-length 256",
         ),
         (
             dict(kv_cache_gb=1e-7),
