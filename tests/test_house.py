@@ -139,7 +139,7 @@ def test_the_six_are_read_in_an_evening() -> None:
     assert sum(sizes.values()) <= 2050 and max(sizes.values()) <= 440, sizes
 
 
-@pytest.mark.parametrize(("folder", "most"), [("support", 3450), ("bench", 2300)])
+@pytest.mark.parametrize(("folder", "most"), [("support", 3550), ("bench", 2300)])
 def test_folders_do_not_grow(folder: str, most: int) -> None:
     sizes = {path.name: count_lines(path) for path in (ROOT / folder).glob("*.py")}
     assert sum(sizes.values()) <= most, sizes
