@@ -78,7 +78,7 @@ def sampler_follows(trainer: object) -> None:
     if largest > limits[0] or mean > limits[1]:
         raise SamplerGapError(
             f"--model {args.model}: of a {type(policy.model).__name__} the sampler's log-probs are not the trainer's,"
-            f" which are those of transformers' own forward: after a sync of changed weights they differ by up to"
+            f" which are those of transformers' own forward: after a weight sync they differ by up to"
             f" {largest:.3g} nats, {mean:.3g} on average (the limits are {limits[0]:.3g} and {limits[1]:.3g})"
         )
 
