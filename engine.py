@@ -160,7 +160,6 @@ class Engine:
             async_scheduling=False,
             # Ranks of one torchrun may share this engine; without a process group it is alone.
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
-            disable_log_stats=True,
             use_tqdm_on_load=verbose,
             **(gpu if self.on_gpu else cpu),
         )
@@ -176,7 +175,7 @@ class Engine:
         self._step: tuple[dict[tuple[int, int], int], Tensor] | None = None
         # Of all steps: (request, token number) of each row, and H_t (rows,).
         self._confidences: list[tuple[np.ndarray, Tensor]] | None = None
-        self.hook_seconds = self.step_seconds = 0.0  # of `generate`: hook with pruner, and all of it
+        self.hook_seconds = self.step_seconds = 0.0  # of the last generate: hook + pruner, and all
 
     def generate(
         self,

@@ -1,280 +1,320 @@
-"""Test-time scaling: sample n answers to each problem, judge them, and let them vote (Sec. 4.4, Table 3, App. A.2).
+"""Test-time scaling: n answers to a problem vote, weighed by the quality head (Sec. 4.4).
 
-    python tts.py --model runs/NAME/checkpoint-200 --data aime24 --n 32
-    python tts.py --model Qwen/Qwen3-1.7B-Base --head quality_head.safetensors --data math500 --early-stop
+    python tts.py --model runs/NAME/checkpoint-200 --data aime24    (see support/test_time.py)
 
-Prints avg@n, pass@k, maj@n and a row for each voting rule of `voting.py`, with 95% intervals over problems; leaves the same as
-`scores.json`, every candidate in `candidates.jsonl`, and a picture of accuracy against the number of candidates. With
-`--early-stop`, what it costs and saves to stop candidates while they are sampled: by the quality head at L_detect.
-Every candidate has a seed of its own, so that all plans are about the same candidates.
+    classes = answer_classes(answers, grader.equivalent)
+    winners(classes, {"head": logits, "mean": [mean_confidence(h) for h in traces]})["ARRoL"]
+
+A rule sees each candidate's class of equivalent answers and one number. Where the paper is silent:
+
+1. The grader's comparison is neither symmetric nor transitive: see `answer_classes`.
+2. A candidate without an answer (None) never votes, and its numbers are not looked at.
+3. Ties go to the class with more members, then to the one that came first.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
-import os
-import signal
-import sys
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from support.args import TtsArgs, fail, parse_tts
+import numpy as np
 
-if __name__ == "__main__":
-    ARGS = parse_tts(sys.argv[1:])  # before the imports below, which take seconds
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during them leaves no traceback
+Class = int | None  # None: no answer
+Signals = Mapping[str, Sequence[float]]  # name, one of SIGNALS -> one number for each candidate
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see arrol.py
-if __name__ == "__main__" and not ARGS.verbose:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-import torch.distributed as dist
-from torch import Tensor
-
-import voting
-from engine import Engine, Rollout, Sampling
-from quality_head import QualityHead
-from support import data
-from support.checkpoint import load_head
-from support.distributed import start_process_group
-from support.early_stop import early_stop
-from support.evaluation import Benchmark, contaminated, load_benchmark
-from support.grader import Grader
-from support.judge import Candidates, Judge, candidates_curve, hits, sample_scores, signal_quality, with_interval
-from support.launch import engine_from, grader_workers, load_tokenizer, quiet
-
-# ------------------------------------------------------------------ the program
+# ------------------------------------------------------------------ answer classes
 
 
-@dataclass
-class Bench:
-    """Everything that sampling needs, for the prompts that fit; `too_long` problems are in no plan and count as wrong."""
+def answer_classes(
+    answers: Sequence[str | None], equivalent: Callable[[list[tuple[str, str]]], list[bool]]
+) -> list[Class]:
+    r"""The class of each answer, numbered by first appearance; None where there is no answer.
 
-    args: TtsArgs
-    engine: Engine
-    judge: Judge
-    prompts: dict[int, data.Prompt]
-    too_long: int
-    sampling: Sampling
+    Two spellings match if `equivalent` takes either for the other. A spelling is clear if all that
+    match it match each other: those are one class. A spelling that matches clear ones of different
+    classes (`28\%` is taken for 28 and for 0.28, `1,2` for (1,2) and for (2,1)), or no clear one,
+    joins none of them and is a class with those that match just the same.
 
-    def sample(self, samples: int, **options: object) -> list[Rollout]:
-        return self.engine.generate(
-            {group: prompt.token_ids for group, prompt in self.prompts.items()},
-            samples,
-            self.sampling,
-            seed=self.args.seed,
-            rollout_seeds=True,
-            last_states=True,
-            progress=True,
-            **{"confidence": True} | options,
-        )
+    So no class holds two that do not match, and the order of the answers is nothing. `equivalent`
+    is called at most once, with all ordered pairs of different spellings, white space aside.
 
-    def candidates(self, rollouts: list[Rollout]) -> list[Candidates]:
-        """By problem; those whose prompt was too long come last, without any."""
-        return self.judge(rollouts, self.prompts) + [self.judge.nobody()] * self.too_long
+    >>> pairs_that_match = [("1/2", "0.5"), ("50%", "0.5"), ("50%", "50"), ("50%", "1/2")]
+    >>> equivalent = lambda pairs: [pair in pairs_that_match for pair in pairs]
+    >>> answer_classes(["0.5", None, "50%", "1/2", " 0.5", "50"], equivalent)
+    [0, None, 1, 0, 0, 2]
+    """
+    spellings = [" ".join((answer or "").split()) for answer in answers]
+    matches = {spelling: {spelling} for spelling in sorted(set(spellings) - {""})}
+    pairs = list(itertools.permutations(matches, 2))
+    for (first, second), same in zip(pairs, equivalent(pairs) if pairs else [], strict=True):
+        if same:
+            matches[first].add(second)
+            matches[second].add(first)
+    clear = {s for s, own in matches.items() if all(own <= matches[other] for other in own)}
+
+    def family(spelling: str) -> frozenset[str]:
+        # Clear spellings that match each other match the same ones, which name their class.
+        claims = {frozenset(matches[other]) for other in matches[spelling] & clear}
+        return claims.pop() if len(claims) == 1 else frozenset(matches[spelling])
+
+    numbers: dict[frozenset[str], int] = {}
+    return [numbers.setdefault(family(s), len(numbers)) if s else None for s in spellings]
 
 
-def run(args: TtsArgs, benchmark: Benchmark, bench: Bench, table: Tensor | None) -> dict:
-    """Sample, judge, vote; writes the folder and returns what scores.json holds."""
-    folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = bench.sample(args.n)
-    every = bench.candidates(whole)
-    write_candidates(folder / "candidates.jsonl", bench, every)
-    scores = sample_scores(every, args.n)
-    votes, unsure = hits(every, args.share), sum(candidates.unsure for candidates in every)
-    results = {
-        "settings": dataclasses.asdict(args),
-        "set": dataclasses.asdict(benchmark) | {"problems": len(benchmark.problems)},
-        "counts": {
-            "prompts too long (they count as wrong)": bench.too_long,
-            "candidates": len(whole),
-            "tokens": sum(len(rollout.token_ids) for rollout in whole),
-            "cut at the length limit": sum(rollout.finish == "length" for rollout in whole),
-            **Counter(verdict.kind for candidates in every for verdict in candidates.verdicts),
-            **({"scores that are no number (they rank lowest)": unsure} if unsure else {}),
-        },
-        "samples": {name: with_interval(values, args.seed) for name, values in scores.items()},
-        "votes": {name: with_interval(values, args.seed) for name, values in votes.items()},
-        "signals": signal_quality(every, votes["majority"]),
+def representative(answers: Sequence[str | None], classes: Sequence[Class], winner: Class) -> str | None:
+    """The spelling of class `winner`: the most frequent in it, then the lexicographically first."""
+    counts = Counter(answer for answer, c in zip(answers, classes, strict=True) if c is not None and c == winner)
+    return min(counts, key=lambda answer: (-counts[answer], answer), default=None)
+
+
+# ------------------------------------------------------------------ trace confidence
+
+
+def mean_confidence(h: np.ndarray) -> float:
+    """Mean token confidence of a trace (Sec. 3). `h` (T,) fp64: H_t of each of its T >= 1 tokens.
+
+    H_t = -sum_j log P_t(j) over all V tokens of the vocabulary. It is LARGE WHEN THE MODEL IS SURE:
+    beside a peak nearly all tokens are very unlikely (facebookresearch/deepconf#3 took it for an
+    uncertainty). DeepConf sums over the 20 most likely tokens only.
+    """
+    return float(_trace(h).mean())
+
+
+def lowest_window(h: np.ndarray, window: int) -> float:
+    """The lowest mean over `window` successive tokens (Sec. 3); a shorter trace is one window."""
+    return float(_window_means(h, window).min())
+
+
+def bottom_windows(h: np.ndarray, window: int, share: float = 0.1) -> float:
+    """The mean of the lowest `share` of all windows, rounded down, at least one (Sec. 3)."""
+    means = np.sort(_window_means(h, window))
+    return float(means[: max(1, math.floor(round(share * len(means), 9)))].mean())
+
+
+def tail_confidence(h: np.ndarray, window: int) -> float:
+    """The mean over the last `window` tokens (DeepConf)."""
+    return float(_trace(h, window)[-window:].mean())
+
+
+def self_certainty(h: np.ndarray, vocabulary: int) -> float:
+    """Mean KL divergence of P_t from the uniform distribution over V tokens (Kang et al., 2025).
+
+    KL(U || P_t) = H_t / V - log V, so that it ranks traces as their mean confidence does. As a
+    weight it differs: it can be 0. Its authors vote by Borda ranks.
+    """
+    # Below 0 by rounding only.
+    return max(0.0, mean_confidence(h) / vocabulary - math.log(vocabulary))
+
+
+def trace_signals(
+    traces: Sequence[np.ndarray], logprobs: Sequence[Sequence[float]], window: int, vocabulary: int
+) -> dict[str, list[float]]:
+    """All `SIGNALS` of finished traces but the head's logit; logprobs: of the sampled tokens."""
+    return {
+        "mean": [mean_confidence(h) for h in traces],
+        "lowest": [lowest_window(h, window) for h in traces],
+        "bottom": [bottom_windows(h, window) for h in traces],
+        "tail": [tail_confidence(h, window) for h in traces],
+        "certainty": [self_certainty(h, vocabulary) for h in traces],
+        "logprob": [math.fsum(row) / len(row) for row in logprobs],
     }
-    if args.n > 1:
-        results["curve"] = {"sizes": voting.sizes(args.n)} | candidates_curve(every, args.n, args.share, args.seed)
-    save(results, folder)
-    if args.n > 1:
-        plot(results, folder / "votes.png")
-    if args.early_stop:
-        results["early_stop"] = early_stop(bench, whole, every, table)
-        save(results, folder)
-    return results
 
 
-def write_candidates(path: Path, bench: Bench, every: list[Candidates]) -> None:
-    """A line for each candidate: its answer, class, verdict, signals, and its weight under each rule."""
-    with path.open("w", encoding="utf-8") as file:
-        for candidates in every:
-            weights = voting.ballots(candidates.classes, candidates.signals, bench.args.share)
-            for i, (rollout, verdict) in enumerate(zip(candidates.rollouts, candidates.verdicts)):
-                problem = bench.prompts[rollout.group].problem
-                row = {
-                    "problem": problem.id,
-                    "candidate": i,
-                    "tokens": len(rollout.token_ids),
-                    "finish": rollout.finish,
-                    "answer": verdict.answer,
-                    "gold": problem.answer,
-                    "class": candidates.classes[i],
-                    "verdict": verdict.kind,
-                    "signals": {name: values[i] for name, values in candidates.signals.items()},
-                    "weights": {name: values[i] for name, values in weights.items()},
-                }
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def _window_means(h: np.ndarray, window: int) -> np.ndarray:
+    """Means over each `window` successive tokens, (max(1, T - window + 1),)."""
+    h = _trace(h, window)
+    width = min(window, len(h))
+    # Differences from one value: a trace of equal tokens has windows equal to the last bit.
+    sums = np.concatenate(([0.0], np.cumsum(h - h[0])))
+    return h[0] + (sums[width:] - sums[:-width]) / width
 
 
-def save(results: dict, folder: Path) -> None:
-    (folder / "scores.json").write_text(json.dumps(results, indent=2, ensure_ascii=False), "utf-8")
+def _trace(h: np.ndarray, window: int = 1) -> np.ndarray:
+    h = np.asarray(h, np.float64)
+    if h.ndim != 1 or not len(h):
+        raise ValueError(f"a trace is one confidence for each of its tokens, not an array of shape {h.shape}")
+    if window < 1:
+        raise ValueError(f"a window has at least one token, not {window}")
+    return h
 
 
-def show(results: dict) -> str:
-    """The tables."""
-    n = results["settings"]["n"]
-
-    def line(name: str, score: dict[str, float]) -> str:
-        return f"{name:34s} {score['value']:8.3f}   {score['low']:.3f} - {score['high']:.3f}"
-
-    lines = [f"{'':34s} accuracy   95% interval over problems"]
-    lines += [line(name, score) for name, score in results["samples"].items()]
-    lines += [line(f"maj@{n}" if name == "majority" else name, score) for name, score in results["votes"].items()]
-    lines.append(line(f"oracle (pass@{n})", results["samples"][f"pass@{n}"]))
-    counts = results["counts"]
-    lines += ["", ", ".join(f"{count:,} {name}" for name, count in counts.items())]
-    lines += ["", f"{'AUC of right against wrong':34s}      all   within a problem   within, where majority fails"]
-    for name, quality in results["signals"].items():
-        cells = [quality[key] for key in ("auc", "auc_within", "auc_within_majority_wrong")]
-        lines.append(
-            f"{name:34s} "
-            + "".join(f"{'-' if v is None else format(v, '.3f'):>{w}s}" for v, w in zip(cells, (8, 19, 30)))
-        )
-    if rows := results.get("early_stop"):
-        lines += ["", f"{'stopped early':18s} {'rule':24s} tokens saved  accuracy  difference (95% interval)"]
-        for row in rows:
-            change = row["difference"]
-            lines.append(
-                f"{row['plan']:18s} {row['rule']:24s} {row['saved']:12.1%} {row['accuracy']['value']:9.3f}  "
-                f"{change['value']:+.3f} ({change['low']:+.3f} - {change['high']:+.3f})"
-            )
-    return "\n".join(lines)
+# ------------------------------------------------------------------ votes
 
 
-def plot(results: dict, path: Path) -> None:
-    """PNG: accuracy against the number of candidates, a line for each rule."""
-    import matplotlib
+def vote(classes: Sequence[Class], weights: Sequence[float]) -> Class:
+    """The class of the highest summed weight; ties: more members, then earliest; None without one.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    Sums are exactly rounded: order does not matter. Raises ValueError unless 0 <= weights < inf.
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    strong = {"majority": "black", "ARRoL": "tab:red", "ARRoL, probability": "tab:orange", "oracle": "tab:gray"}
-    colors = iter(pyplot.get_cmap("Dark2").colors * 2)
-    of_rule: dict[str, object] = {}  # a filtered rule has the colour of the whole one
-    for name, values in results["curve"].items():
-        if name in strong:
-            style = dict(color=strong[name], linewidth=2.2, zorder=3)
-        elif name != "sizes":
-            whole, _, share = name.partition(", top ")
-            if whole not in of_rule:
-                of_rule[whole] = next(colors)
-            style = dict(color=of_rule[whole], linewidth=1.2, linestyle="--" if share else "-")
-        else:
-            continue
-        axes.plot(results["curve"]["sizes"], values, label=name, marker=".", **style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(results["curve"]["sizes"], labels=results["curve"]["sizes"])
-    axes.set(xlabel="candidates per problem", ylabel="accuracy", title=results["set"]["name"])
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    >>> vote([0, 1, None, 1], [0.9, 0.3, 5.0, 0.4]), vote([0, 1, 1], [0.0, 0.0, 0.0])
+    (0, 1)
+    """
+    votes = _by_class(classes, weights)
+    if min(map(min, votes.values()), default=0.0) < 0:
+        raise ValueError(f"the weight of a vote cannot be negative: {min(map(min, votes.values()))}")
+    return max(votes, key=lambda c: (math.fsum(votes[c]), len(votes[c])), default=None)
 
 
-def prepare(args: TtsArgs) -> tuple[Benchmark, QualityHead | None, Tensor | None]:
-    """What can fail before an engine is started: the set, the head, and whether the model was trained on the set."""
-    try:
-        benchmark = load_benchmark(args.data, "--data")
-        head, table = (None, None)
-        if args.head:
-            try:
-                head, table, detect_length = load_head(Path(args.head))
-            except ValueError as error:
-                raise ValueError(f"--head {error}") from error
-            if args.early_stop and detect_length not in (None, args.detect_length):
-                raise ValueError(f"--detect-length {args.detect_length}: {args.head} was trained at {detect_length}")
-        if args.trained_on:
-            try:
-                seen = contaminated(benchmark.problems, data.load(args.trained_on)[0])
-            except ValueError as error:
-                raise ValueError(str(error).replace("--dataset", "--trained-on", 1)) from error
-            report = f"{benchmark.report}; CONTAMINATED: {len(seen)} of them are in {args.trained_on}"
-            benchmark = dataclasses.replace(benchmark, report=report)  # scores.json has it too
-        print(benchmark.report)
-        if args.early_stop and head is None:
-            print("--early-stop: without a --head there is nothing to stop by")
-    except ValueError as error:
-        fail(str(error))
-    return benchmark, head, table
+def best_of(classes: Sequence[Class], weights: Sequence[float]) -> Class:
+    """The class of the highest single weight; ties and errors as in `vote`."""
+    votes = _by_class(classes, weights)
+    return max(votes, key=lambda c: (max(votes[c]), len(votes[c])), default=None)
 
 
-@contextlib.contextmanager
-def workbench(args: TtsArgs, benchmark: Benchmark, head: QualityHead | None) -> Iterator[Bench]:
-    """Tokenizer, prompts, grader and engine, taken down at the end."""
-    quiet(args.verbose)
-    tokenizer, stop_token_ids, config = load_tokenizer(args)
-    try:
-        prompts, too_long = data.tokenize(
-            benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking
-        )
-    except ValueError as error:
-        fail(str(error))
-    if not prompts:
-        fail(f"--max-prompt {args.max_prompt}: no prompt of {benchmark.name} is that short")
-    if head is not None and head.hidden.weight.shape[1] != config.hidden_size:
-        fail(
-            f"--head {args.head}: it reads states of {head.hidden.weight.shape[1]} numbers, the model's have "
-            f"{config.hidden_size}; name the head that was trained with the model",
-        )
-    device = start_process_group()
-    try:
-        with Grader(grader_workers()) as grader, engine_from(args, device) as engine:
-            judge = Judge(tokenizer, grader, head, args.window, config.vocab_size)
-            sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature, args.top_p)
-            yield Bench(args, engine, judge, dict(enumerate(prompts)), too_long, sampling)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def _by_class(classes: Sequence[Class], weights: Sequence[float]) -> dict[int, list[float]]:
+    """The weights of each class, classes in order of appearance."""
+    votes: dict[int, list[float]] = {}
+    for c, weight in zip(classes, weights, strict=True):
+        if c is not None:
+            if not math.isfinite(weight):
+                raise ValueError(f"the weight of a vote must be finite, not {weight}")
+            votes.setdefault(c, []).append(weight)
+    return votes
 
 
-def main(args: TtsArgs) -> int:
-    """Score a model as `args` say; returns the exit status."""
+def rank_weights(scores: Sequence[float]) -> list[float]:
+    """Ranks of the scores, rescaled linearly from [1, n] to [0, 1] (Sec. 4.4).
 
-    def files() -> str:
-        return ", ".join(n for n in ("scores.json", "candidates.jsonl", "votes.png") if Path(args.output, n).is_file())
+    Ties share their mean rank. A single score, or scores that are all equal, say nothing: each
+    weighs 1, a majority vote. Raises ValueError on NaN.
 
-    benchmark, head, table = prepare(args)
-    try:
-        with workbench(args, benchmark, head) as bench:
-            results = run(args, benchmark, bench, table)
-    except KeyboardInterrupt:
-        print(f"\nstopped; in {args.output}: {files() or 'nothing yet'}", file=sys.stderr)
-        return 130
-    print(f"\n{show(results)}\n\nresults: {args.output}  ({files()})")
-    return 0
+    >>> rank_weights([-1.0, 7.5, 0.2, 0.2, 0.3]), rank_weights([4.0, 4.0])
+    ([0.0, 1.0, 0.375, 0.375, 0.75], [1.0, 1.0])
+    """
+    if any(math.isnan(score) for score in scores):
+        raise ValueError("a score is NaN and has no rank")
+    if len(set(scores)) < 2:
+        return [1.0] * len(scores)
+    below, weight = 0, {}
+    for score, count in sorted(Counter(scores).items()):
+        weight[score] = (below + (count - 1) / 2) / (len(scores) - 1)
+        below += count
+    return [weight[score] for score in scores]
+
+
+def probabilities(logits: Sequence[float]) -> list[float]:
+    """The head's scores s' = sigmoid(logit): a vote counts as much as it is likely to be right.
+
+    Not the paper's. Ranks spread over [0, 1] even where the head sees no difference, and so cost a
+    quarter of the votes: (sum of weights)^2 / (sum of squares) = 3/4 n. Raises ValueError on NaN.
+
+    >>> probabilities([0.0, math.inf, -math.inf])
+    [0.5, 1.0, 0.0]
+    """
+    if any(math.isnan(logit) for logit in logits):
+        raise ValueError("a score is NaN and no probability")
+    return [1 / (1 + math.exp(-logit)) if logit >= 0 else 1 - 1 / (1 + math.exp(logit)) for logit in logits]
+
+
+def top_share(classes: Sequence[Class], weights: Sequence[float], share: float) -> list[Class]:
+    """DeepConf's filter: classes, None for all but the ceil(share * voters) of the highest weights.
+
+    Voters are those with an answer. Those that tie with the last one that stays, stay: order must
+    not decide. Raises ValueError unless 0 < share <= 1, and on NaN.
+
+    >>> top_share([0, None, 1, 1, 0], [3.0, 9.0, 1.0, 2.0, 2.0], share=0.5)
+    [0, None, None, 1, 0]
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"a share must lie in (0, 1], not {share}")
+    voters = sorted((w for c, w in zip(classes, weights, strict=True) if c is not None), reverse=True)
+    if any(math.isnan(weight) for weight in voters):
+        raise ValueError("a weight is NaN: it is neither among the highest nor among the others")
+    if not voters:
+        return list(classes)
+    # Rounded: 0.07 * 100 is a little above 7.
+    least = voters[math.ceil(round(share * len(voters), 9)) - 1]
+    return [c if c is not None and weight >= least else None for c, weight in zip(classes, weights)]
+
+
+# ------------------------------------------------------------------ the rules
+
+SIGNALS = ("head", "mean", "lowest", "bottom", "tail", "certainty", "logprob")
+TOP = 0.1  # share of the voters that DeepConf's filter keeps (its η)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table: who votes, with what weight, and how the winner is found."""
+
+    name: str
+    signal: str | None  # what it needs; None: nothing, and each vote weighs 1
+    weigh: Callable[[list[float]], list[float]] = list  # from the signal of those that vote; `list`: as it is
+    choose: Callable[[Sequence[Class], Sequence[float]], Class] = vote
+    filtered: bool = False  # by `top_share` first
+
+    def ballot(self, classes: Sequence[Class], signals: Signals) -> tuple[Sequence[Class], list[float]]:
+        """Classes, None for those that do not vote, and weights, 0.0 for them."""
+        values = signals[self.signal] if self.signal else [1.0] * len(classes)
+        voting = top_share(classes, values, TOP) if self.filtered else classes
+        given = iter(self.weigh([value for c, value in zip(voting, values, strict=True) if c is not None]))
+        return voting, [0.0 if c is None else next(given) for c in voting]
+
+
+_DEEPCONF = {"lowest window": "lowest", "bottom 10%": "bottom", "tail": "tail", "mean": "mean"}
+RULES = [
+    Rule("majority", None),
+    Rule("ARRoL", "head", rank_weights),
+    Rule("ARRoL, probability", "head", probabilities),
+    *[Rule(f"DeepConf, {name}", signal) for name, signal in _DEEPCONF.items()],
+    *[Rule(f"DeepConf, {name}, top {TOP:.0%}", signal, filtered=True) for name, signal in _DEEPCONF.items()],
+    Rule("self-certainty", "certainty"),
+    Rule("log-prob", "logprob", rank_weights),
+    Rule("best of n, head", "head", choose=best_of),
+    Rule("best of n, confidence", "mean", choose=best_of),
+]
+
+
+def winners(classes: Sequence[Class], signals: Signals) -> dict[str, Class]:
+    """Row of the table -> winning class, for each rule whose signal is there.
+
+    >>> winners([0, 1, 1, None], {"head": [2.0, -1.0, -3.0, 5.0]})
+    {'majority': 1, 'ARRoL': 0, 'ARRoL, probability': 0, 'best of n, head': 0}
+    """
+    return {rule.name: rule.choose(*rule.ballot(classes, signals)) for rule in _rules_for(signals)}
+
+
+def ballots(classes: Sequence[Class], signals: Signals) -> dict[str, list[float]]:
+    """Row of the table -> weight of each candidate, 0.0 without an answer or filtered out."""
+    return {rule.name: rule.ballot(classes, signals)[1] for rule in _rules_for(signals)}
+
+
+def _rules_for(signals: Signals) -> list[Rule]:
+    if unknown := set(signals).difference(SIGNALS):
+        raise ValueError(f"no rule uses the signals {sorted(unknown)}; there are {SIGNALS}")
+    return [rule for rule in RULES if rule.signal is None or rule.signal in signals]
+
+
+def accuracy(
+    classes: Sequence[Class], signals: Signals, right: Collection[int], size: int, rng: np.random.Generator
+) -> dict[str, float]:
+    """Row of the table -> how often its winner among `size` of the candidates is in `right`.
+
+    A mean over all subsets of that size, or over 64 random ones where there are more, the same for
+    all rules. The classes stay those of all candidates.
+    """
+    if math.comb(len(classes), size) <= 64:
+        subsets = list(itertools.combinations(range(len(classes)), size))
+    else:
+        subsets = np.sort(rng.random((64, len(classes))).argsort(1)[:, :size], 1).tolist()
+    hits: Counter[str] = Counter()
+    for rows in subsets:
+        chosen = {name: [values[i] for i in rows] for name, values in signals.items()}
+        won = winners([classes[i] for i in rows], chosen)
+        hits.update({name: winner in right for name, winner in won.items()})
+    return {name: count / len(subsets) for name, count in hits.items()}
 
 
 if __name__ == "__main__":
-    for notice in (signal.SIGINT, signal.SIGTERM):  # a cluster's notice is treated as Ctrl-C
-        signal.signal(notice, signal.default_int_handler)
-    sys.exit(main(ARGS))
+    import sys
+
+    from support.args import parse_tts
+
+    # Flags first: a bad one fails before the imports below, which take seconds.
+    args = parse_tts(sys.argv[1:])
+    from support.test_time import main
+
+    sys.exit(main(args))

@@ -13,6 +13,7 @@ head nor calibration has seen, and which training states make the best head. Lea
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import math
@@ -28,15 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-import tts
 from bench.head_states import token_scores
 from bench.runs import RECORD, last_words, run_program
 from bench.tables import machine, markdown, save
 from calibration import Calibrator, bin_index
 from quality_head import HeadTrainer, QualityHead
 from support import checkpoint
-from support.args import fail
+from support.args import TtsArgs, fail, parse_tts
 from support.metrics import auc, ece, head_metrics, spearman, within_group_auc
+from support.test_time import Sampler
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,20 +72,21 @@ class Sample:
         return self.lengths > length
 
 
-def take(bench: tts.Bench, n: int) -> tuple[Sample, list[Cells]]:
+def take(sampler: Sampler, n: int) -> tuple[Sample, list[Cells]]:
     """The sample, and what it costs to get to each length."""
-    rollouts = bench.sample(n)
-    verdicts = [verdict for candidates in bench.candidates(rollouts) for verdict in candidates.verdicts]
-    judged = [(r, v.reward) for r, v in zip(rollouts, verdicts, strict=True) if v.reward is not None]
+    rollouts = sampler.sample(n)
+    sampler.judge(rollouts)
+    judged = [(rollout, rollout.reward) for rollout in rollouts if rollout.reward is not None]
     rollouts = [rollout for rollout, _ in judged]
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     detections = sorted({max(1, round(f * lengths.double().mean().item())) for f in FRACTIONS})
-    detect, positions = bench.args.detect_length, [*detections, bench.args.detect_length]
+    detect, positions = sampler.args.detect_length, [*detections, sampler.args.detect_length]
 
     def pick(states: Tensor) -> Tensor:  # instead of a head: all the states of all rollouts would not fit
         return torch.stack([states[min(length, len(states)) - 1] for length in positions] + [states[-1]])
 
-    asked = dataclasses.replace(bench, judge=dataclasses.replace(bench.judge, head=pick))
+    asked = copy.copy(sampler)
+    asked.head = pick
     states = torch.stack(token_scores(asked, rollouts)).float().unbind(1)
 
     def until(length: int, values: list) -> Tensor:
@@ -101,19 +103,20 @@ def take(bench: tts.Bench, n: int) -> tuple[Sample, list[Cells]]:
         detections=detections,
         detect=detect,
     )
-    return sample, costs(bench, sample)
+    return sample, costs(sampler, sample)
 
 
-def costs(bench: tts.Bench, sample: Sample) -> list[Cells]:
+def costs(sampler: Sampler, sample: Sample) -> list[Cells]:
     """For each L: who gets there, and the share of all tokens and of all generation time that it takes to get all there.
 
     Times are taken in turn, and the shares are medians over the turns: a machine that gets slower does so for all lengths.
     """
-    limits, shares = [*sample.detections, bench.sampling.max_tokens], []
+    limits, shares = [*sample.detections, sampler.sampling.max_tokens], []
     for _ in range(REPEATS):
         taken = []
         for limit in limits:
-            cut = dataclasses.replace(bench, sampling=dataclasses.replace(bench.sampling, max_tokens=limit))
+            cut = copy.copy(sampler)
+            cut.sampling = dataclasses.replace(sampler.sampling, max_tokens=limit)
             start = time.perf_counter()
             cut.sample(TIMED, confidence=False)
             taken.append(time.perf_counter() - start)
@@ -462,12 +465,12 @@ def checkpoint_to_use() -> Path:
     return checkpoint.complete(folder)[-1]
 
 
-def measure(args: tts.TtsArgs, problems: int) -> tuple[dict, Judged]:
+def measure(args: TtsArgs, problems: int) -> tuple[dict, Judged]:
     """Everything that the tables and the picture show."""
-    benchmark, own, _ = tts.prepare(args)
-    benchmark = dataclasses.replace(benchmark, problems=benchmark.problems[:problems])
-    with tts.workbench(args, benchmark, own) as bench:
-        sample, cost = take(bench, args.n)
+    sampler = Sampler(args)
+    sampler.prompts = dict(list(sampler.prompts.items())[:problems])
+    with sampler.running():
+        sample, cost = take(sampler, args.n)
     if not sample.reach(sample.detect).any():
         fail(f"--detect-length {sample.detect}: no rollout is longer")
     quality, curves, judged = calibration(sample)
@@ -481,7 +484,7 @@ def measure(args: tts.TtsArgs, problems: int) -> tuple[dict, Judged]:
         "lengths": {str(length): at_length(sample, length) for length in sample.detections},
         "calibration": quality,
         "curves": curves,
-        "training_states": training_states(sample, own),
+        "training_states": training_states(sample, sampler.head),
     }, judged
 
 
@@ -497,7 +500,7 @@ def main() -> None:
         fail(f"--problems {own.problems}: must be at least 4, for head, posterior and judgement")
     given = any(word == "--model" or word.startswith("--model=") for word in rest)
     chosen = [] if given else ["--model", str(checkpoint_to_use())]
-    args = tts.parse_tts(["--n", "16", *chosen, *rest])
+    args = parse_tts(["--n", "16", *chosen, *rest])
     results, judged = measure(args, own.problems)
     model = Path(args.model)
     shown = model.relative_to(ROOT) if model.is_absolute() and model.is_relative_to(ROOT) else model

@@ -15,26 +15,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tts
+from support.args import parse_tts
+from support.test_time import Sampler, accuracies, signal_quality
 
 BOX = "\\boxed{"
 
 
-def token_scores(bench: tts.Bench, rollouts: list, batch: int = 128) -> list:
+def token_scores(sampler: Sampler, rollouts: list, batch: int = 128) -> list:
     """The head's logit of the state that produced each token, (tokens,) for each rollout."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(bench.args.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(sampler.args.model, dtype=torch.float32).eval()
     order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].token_ids))
     scores: dict[int, torch.Tensor] = {}
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
-        ids = [torch.tensor(bench.prompts[rollouts[i].group].token_ids + rollouts[i].token_ids) for i in rows]
+        ids = [torch.tensor(sampler.prompts[rollouts[i].group].token_ids + rollouts[i].token_ids) for i in rows]
         with torch.no_grad():  # padding on the right, which a causal model never looks at
             states = model.model(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)).last_hidden_state
             for row, i in enumerate(rows):
-                prompt = len(bench.prompts[rollouts[i].group].token_ids)
-                scores[i] = bench.judge.head(states[row, prompt - 1 : len(ids[row]) - 1])
+                prompt = len(sampler.prompts[rollouts[i].group].token_ids)
+                scores[i] = sampler.head(states[row, prompt - 1 : len(ids[row]) - 1])
     return [scores[i] for i in range(len(rollouts))]
 
 
@@ -52,20 +54,17 @@ def box(tokenizer, token_ids: list[int]) -> int:
 def main() -> None:
     import torch
 
-    from support.judge import hits, signal_quality
-
-    args = tts.parse_tts(sys.argv[1:])
+    args = parse_tts(sys.argv[1:])
     if not args.head:
         sys.exit("head_states.py: --head: name a quality_head.safetensors, or a checkpoint that has one as --model")
-    benchmark, head, _ = tts.prepare(args)
-    with tts.workbench(args, benchmark, head) as bench:
-        rollouts = bench.sample(args.n)
-        every = [candidates for candidates in bench.candidates(rollouts) if candidates.rollouts]
-        scores = token_scores(bench, rollouts)
+    with Sampler(args).running() as sampler:
+        rollouts = sampler.sample(args.n)
+        every = [candidates for candidates in sampler.judge(rollouts) if candidates.rollouts]
+        scores = token_scores(sampler, rollouts)
         gap = max(
-            abs(s[-1].item() - bench.judge.head(r.last_state[None]).item()) for s, r in zip(scores[:200], rollouts)
+            abs(s[-1].item() - sampler.head(r.last_state[None]).item()) for s, r in zip(scores[:200], rollouts)
         )
-        boxes = [box(bench.judge.tokenizer, rollout.token_ids) for rollout in rollouts]
+        boxes = [box(sampler.tokenizer, rollout.token_ids) for rollout in rollouts]
     detect = args.detect_length - 1
     states = {
         "last token": [s[-1] for s in scores],
@@ -74,16 +73,17 @@ def main() -> None:
         "mean of the last ten": [s[-10:].mean() for s in scores],
         "mean of all": [s.mean() for s in scores],
     }
-    majority = hits(every, args.share)["majority"]
+    majority = accuracies(every, args.n, args.seed)["majority"]
+    hard = [candidates for candidates, won in zip(every, majority) if not won]
     print(f"engine and transformers differ by at most {gap:.1e}; majority {statistics.fmean(majority):.3f}")
     print(f"{'state':22s}   AUC   within   within, where majority fails   ARRoL vote")
     for name, values in states.items():
         number = iter(torch.stack(values).tolist())
         for candidates in every:  # in the order of the rollouts
             candidates.signals = {"head": [next(number) for _ in candidates.rollouts]}
-        quality = signal_quality(every, majority)["head"]
-        won = [c.winners(args.share)["ARRoL"] in c.right for c in every]
-        cells = [quality[key] for key in ("auc", "auc_within", "auc_within_majority_wrong")]
+        quality = signal_quality(every)["head"]
+        won = [tts.winners(c.classes, c.signals)["ARRoL"] in c.right for c in every]
+        cells = [*quality.values(), signal_quality(hard)["head"]["auc_within"] if hard else None]
         shown = [float("nan") if cell is None else cell for cell in cells]
         print(f"{name:22s}   {shown[0]:.3f}   {shown[1]:.3f}   {shown[2]:28.3f}   {statistics.fmean(won):10.3f}")
 

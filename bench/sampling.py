@@ -15,12 +15,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import tts
+from support.args import parse_tts
+from support.test_time import Sampler
 
 EXTRAS = ("nothing", "confidence", "last states", "both", "rollout seeds")
 
 
-def measure(bench: tts.Bench, rounds: int) -> dict[str, list[tuple[float, int, float]]]:
+def measure(sampler: Sampler, rounds: int) -> dict[str, list[tuple[float, int, float]]]:
     """Seconds, tokens and seconds in the hook of each kind of sampling, in each round; one unmeasured plain sampling first."""
     options = {
         "nothing": {},
@@ -29,14 +30,14 @@ def measure(bench: tts.Bench, rounds: int) -> dict[str, list[tuple[float, int, f
         "both": dict(confidence=True, last_states=True),
         "rollout seeds": dict(rollout_seeds=True),
     }
-    prompts = {group: prompt.token_ids for group, prompt in bench.prompts.items()}
+    prompts = {group: prompt.token_ids for group, prompt in sampler.prompts.items()}
     found: dict[str, list[tuple[float, int, float]]] = {name: [] for name in EXTRAS}
-    bench.engine.generate(prompts, bench.args.n, bench.sampling, seed=bench.args.seed)
+    sampler.engine.generate(prompts, sampler.args.n, sampler.sampling, seed=sampler.args.seed)
     for turn in range(rounds):
         for name in EXTRAS[turn % len(EXTRAS) :] + EXTRAS[: turn % len(EXTRAS)]:
-            rollouts = bench.engine.generate(prompts, bench.args.n, bench.sampling, seed=turn, **options[name])
+            rollouts = sampler.engine.generate(prompts, sampler.args.n, sampler.sampling, seed=turn, **options[name])
             tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-            found[name].append((bench.engine.step_seconds, tokens, bench.engine.hook_seconds))
+            found[name].append((sampler.engine.step_seconds, tokens, sampler.engine.hook_seconds))
             print(f"round {turn + 1}/{rounds}  {name:14s} {found[name][-1][0]:.2f} s", flush=True)
     return found
 
@@ -59,10 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=21, help="how often each kind is measured")
     own, rest = parser.parse_known_args()
-    args = tts.parse_tts(["--n", "2", *rest])
-    benchmark, head, _ = tts.prepare(args)
-    with tts.workbench(args, benchmark, head) as bench:
-        found = measure(bench, own.rounds)
+    with Sampler(parse_tts(["--n", "2", *rest])).running() as sampler:
+        found = measure(sampler, own.rounds)
     print(table(found))
 
 

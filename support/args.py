@@ -114,14 +114,13 @@ class TtsArgs(SamplingArgs):
     temperature: float = flag(1.0, "sampling temperature", "[0, 2]")
     top_p: float = flag(1.0, "sampling nucleus", "(0, 1]")
     early_stop: bool = flag(False, "sample again; --keep-ratio of the candidates go on after --detect-length")
-    # Until DeepConf's online floors are gone.
-    window: int = flag(
-        0, "tokens of DeepConf's sliding window; default: a 32nd of --max-length, at most 2048", "[0, inf)"
-    )
-    share: float = flag(0.1, "share of the candidates that DeepConf's filter keeps (its η)", "(0, 1]")
-    warmup: int = flag(16, "early stop: complete traces of a problem that set DeepConf's floor", "[1, inf)")
     trained_on: str = flag("", "training set (as --dataset of arrol.py): count the problems that are in it")
     gpu_memory_utilization: float = flag(0.9, "share of the GPU that vLLM may use", "(0, 1)")
+
+    @property
+    def window(self) -> int:
+        """Tokens of DeepConf's sliding window: 2,048, or a 32nd of a `max_length` below 8,192."""
+        return 2048 if self.max_length >= 8192 else max(1, self.max_length // 32)
 
 
 EMBEDDED = {spec.name: spec.metadata["tiny"] for spec in fields(Args) if spec.metadata["tiny"] is not None}
@@ -159,16 +158,17 @@ def parse_tts(argv: list[str]) -> TtsArgs:
         fail("it knows one process only; start it without torchrun")
     model = Path(given["model"])
     run, head = EMBEDDED if model == TINY else {}, model / "quality_head.safetensors"
+    if model == TINY:  # vLLM would take a file beside the model's for weights
+        head = TINY / "head" / head.name
     if (model / "model" / "config.json").is_file():  # a checkpoint of arrol.py
         run = saved_flags(model.parent) if (model.parent / "args.json").is_file() else {}
         given["model"] = str(model / "model")
     defaults = {name: run[name] for name in FROM_RUN if name in run} | {"head": str(head) if head.is_file() else ""}
     a = TtsArgs(**defaults | given)
     a.output = a.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-tts"
-    a.window = a.window or (2048 if a.max_length >= 8192 else max(1, a.max_length // 32))
     rules = [
         ("temperature", a.temperature == 0 and a.n > 1, "greedy samples are all alike: use --n 1, or a temperature"),
-        ("warmup", a.early_stop and a.warmup >= a.n, f"must be below --n {a.n}"),
+        ("early_stop", a.early_stop and not a.head, "a quality head stops; name one by --head, or a checkpoint of one"),
         ("output", Path(a.output).is_file() or Path(a.output, "scores.json").exists(), "it is a file, or has results"),
     ]
     check(a, a.early_stop, rules)

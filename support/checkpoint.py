@@ -136,7 +136,7 @@ def load_head(path: Path) -> tuple[QualityHead, Tensor | None, int | None]:
         head = QualityHead(hidden_size, width)
         head.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path}: it holds no quality head ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"--head {path}: it holds no quality head ({str(error).splitlines()[0]})") from error
     table = None if counts[0] is None else posterior_table(*counts, float(notes["alpha"]))
     return head, table, int(notes["detect_length"]) if "detect_length" in notes else None
 

@@ -74,3 +74,22 @@ def plot_rollouts(rows: list[dict], detect_length: int, path: Path) -> None:
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8, frameon=False)
     save_figure(figure, path)
+
+
+def plot_votes(name: str, curve: dict[str, list[float]], path: Path) -> None:
+    """Accuracy on the set `name` against the number of candidates, a line for each voting rule.
+
+    curve: rule -> accuracy at each of curve["sizes"].
+    """
+    figure, axes = new_figure(8, 5)
+    strong = {"majority": "black", "ARRoL": "tab:red", "oracle": "gray"}
+    sizes, *rules = curve.items()
+    for number, (rule, values) in enumerate(rules):
+        color, width = strong.get(rule, f"C{number}"), 2.5 if rule in strong else 1
+        style = "--" if "top" in rule else "-"
+        axes.plot(sizes[1], values, style, marker=".", color=color, linewidth=width, label=rule)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes[1], sizes[1])
+    axes.set(xlabel="candidates per problem", ylabel="accuracy", title=name)
+    axes.legend(fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
+    save_figure(figure, path)

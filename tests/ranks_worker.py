@@ -1,7 +1,9 @@
-"""The runs that test_ranks.py compares, on one engine: [torchrun …] tests/ranks_worker.py FOLDER [CHECKPOINT]
+"""The runs that test_ranks.py compares, on one engine: [torchrun …] tests/ranks_worker.py FOLDER
+[CHECKPOINT]
 
-The first is the program's own, as arrol.py runs it; the others follow before it takes the engine down. With CHECKPOINT, the run that it belongs
-to is gone on with as well. Every rank leaves FOLDER/rank-N.json, hashes of what it has learnt.
+The first is the program's own, as arrol.py runs it; the others follow before it takes the engine
+down. With CHECKPOINT, the run that it belongs to is gone on with as well. Every rank leaves
+FOLDER/rank-N.json, hashes of what it has learnt.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from support import launch
 from support.args import Args, parse
 from support.distributed import rank
 
-FLAGS = (  # 40 rollouts and about 900 prompt tokens a step: vLLM starts them all at once, so that no group arrives in portions
+# 40 rollouts and about 900 prompt tokens a step: vLLM starts them all at once, so that no group
+# arrives in portions.
+FLAGS = (
     "--prompts 5 --group-size 8 --steps 4 --cold-start 1 --warmup-steps 0 --lr 1e-4 --rollout-seeds --log-rollouts all "
     "--eval-problems 9 --eval-n 1 --baseline-steps 0 --max-num-seqs 64 --kv-cache-gb 0.25 --checkpoint-every 2"
 ).split()

@@ -318,17 +318,6 @@ def test_a_stale_packed_head_shows_in_the_gap(
     assert measured > 0.05 if weights.config.tie_word_embeddings else measured < 1e-4
 
 
-def test_a_sync_empties_the_prefix_cache(
-    engine: Engine, weights: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vllm#9744: blocks cached under the old weights must not be read; the prompt is longer than 4 blocks of 16."""
-    prompt = {0: [token for ids in PROMPTS.values() for token in ids][:80]}
-    monkeypatch.setitem(PROMPTS, 0, prompt[0])
-    engine.generate(prompt, 1, Sampling(8, ()), seed=1)
-    engine.sync(change(weights, 0.02).items())
-    assert gap(weights, engine.generate(prompt, 1, Sampling(8, ()), seed=1)) < 1e-4
-
-
 def test_generation_config_of_the_model_is_ignored(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
     """NeMo-RL#3497: a checkpoint's repetition_penalty must not reach the samples.
 
@@ -340,14 +329,40 @@ def test_generation_config_of_the_model_is_ignored(make_engine: Callable[..., En
     assert gap(model, make_engine(tmp_path).generate(PROMPTS, 2, SAMPLING, seed=1)) < 1e-4
 
 
-def test_preempted_rollouts_are_seen_once_per_token(make_engine: Callable[..., Engine]) -> None:
-    """When the KV cache is full, vLLM drops a rollout's blocks and computes them again later."""
-    engine, preempted = make_engine(kv_cache_gb=0.004), []
-    scheduler = engine.engine.engine_core.engine_core.scheduler
+@pytest.fixture(scope="module")
+def small_cache(make_engine: Callable[..., Engine]) -> Engine:
+    """Rollouts of several cache blocks (128 tokens each on a CPU), of which there are 16."""
+    return make_engine(max_model_len=384, kv_cache_gb=0.004)
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+def test_a_sync_empties_the_prefix_cache(small_cache: Engine, emptied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#9744: blocks cached under the old weights must not be read. If they are, the gap shows it."""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    monkeypatch.setitem(PROMPTS, 0, [token for ids in PROMPTS.values() for token in ids][:300])
+    prompt = {0: PROMPTS[0]}
+    small_cache.generate(prompt, 1, Sampling(8, ()), seed=1)
+    with monkeypatch.context() as patch:
+        if not emptied:
+            patch.setattr(small_cache.engine, "reset_prefix_cache", lambda: True)
+        small_cache.sync(change(model, 0.02).items())
+    measured = gap(model, small_cache.generate(prompt, 1, Sampling(8, ()), seed=1))
+    assert measured < 1e-4 if emptied else measured > 0.01
+    small_cache.sync(start.items())
+
+
+def test_preempted_rollouts_are_seen_once_per_token(small_cache: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the cache is full, vLLM gives a rollout's blocks to others and computes them again later."""
+    scheduler, preempted = small_cache.engine.engine_core.engine_core.scheduler, []
     preempt = scheduler._preempt_request
-    scheduler._preempt_request = lambda *args: preempted.append(args) or preempt(*args)
-    rollouts = engine.generate(
-        PROMPTS, 5, Sampling(90, ()), seed=1, pruner=Keep(lambda n: n % 4 > 0), last_states=True, confidence=True
+    monkeypatch.setattr(
+        scheduler, "_preempt_request", lambda *args, **options: preempted.append(args) or preempt(*args, **options)
+    )
+    prompts = dict(list(PROMPTS.items())[:4])
+    pruner = Keep(lambda number: number % 4 > 0)
+    rollouts = small_cache.generate(
+        prompts, 5, Sampling(250, ()), seed=1, pruner=pruner, last_states=True, confidence=True
     )
     assert preempted and {r.finish for r in rollouts} == {"length", "pruned"}
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)

@@ -286,7 +286,9 @@ def test_what_is_thought_is_no_answer_whatever_its_markers_are(opening: str, end
         (plain, f"{opening}\\boxed{{2}}{ending}\\boxed{{3}}", "wrong"),
         (plain, thought, "right"),
     ]
-    rollouts = [Rollout(i, tokenizer(text)["input_ids"], finish="stop") for i, (_, text, _) in enumerate(cases)]
+    rollouts = [
+        Rollout(i, token_ids=tokenizer(text)["input_ids"], finish="stop") for i, (_, text, _) in enumerate(cases)
+    ]
     with Grader() as grader:
         grade(rollouts, {i: prompt for i, (prompt, _, _) in enumerate(cases)}, tokenizer, grader)
     assert [rollout.verdict for rollout in rollouts] == [verdict for _, _, verdict in cases]
@@ -295,7 +297,7 @@ def test_what_is_thought_is_no_answer_whatever_its_markers_are(opening: str, end
 def test_the_tail_is_of_the_text_with_its_special_tokens_however_long(tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     ids = tokenizer("0123456789" * 500)["input_ids"] + [tokenizer.eos_token_id]
-    rollout = Rollout(0, ids, finish="pruned")
+    rollout = Rollout(0, token_ids=ids, finish="pruned")
     with Grader() as grader:
         grade([rollout], {0: Prompt(Problem("a", "1+1=?", "2"), ids[:3])}, tokenizer, grader)
     assert rollout.tail == tokenizer.decode(ids)[-200:] and rollout.tail.endswith("789<eos>")

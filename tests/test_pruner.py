@@ -26,7 +26,9 @@ def make_pruner(passes: int = 1, **changes: object) -> Pruner:
 
 
 def arrivals(groups: int, size: int, seed: int) -> tuple[Tensor, list[int], list[float]]:
-    """States, group ids and labels; dimension 0 tells right from wrong, and groups differ in how often they are right."""
+    """States, group ids and labels; dimension 0 tells right from wrong, and groups differ in how
+    often they are right.
+    """
     generator = torch.Generator().manual_seed(seed)
     group = torch.arange(groups).repeat_interleave(size)
     chance = torch.rand(groups, generator=generator)[group]
@@ -42,7 +44,9 @@ def decide(pruner: Pruner, states: Tensor, ids: list[int]) -> list[Decision]:
 
 
 def one_step(pruner: Pruner, step: int, groups: int = 16, size: int = 16) -> list[tuple[Rollout, float]]:
-    """A training step of the pruner alone, arrivals in two parts as an engine delivers them; rollouts with their true labels."""
+    """A training step of the pruner alone, arrivals in two parts as an engine delivers them;
+    rollouts with their true labels.
+    """
     states, ids, labels = arrivals(groups, size, step)
     samples = list(range(size)) * groups
     pruner.begin(step)
@@ -76,7 +80,9 @@ def test_keep_rate_over_30_steps(draw: str, changes: dict) -> None:
 
 
 def balance(pruner: Pruner) -> tuple[float, float]:
-    """Mean distance of a group's positive ratio from 1/2, before and after pruning, over 20 steps after 10 of learning."""
+    """Mean distance of a group's positive ratio from 1/2, before and after pruning, over 20 steps
+    after 10 of learning.
+    """
     before = after = count = 0.0
     for step in range(1, 31):
         rollouts = one_step(pruner, step)
@@ -198,7 +204,10 @@ def test_a_group_is_decided_on_alike_whatever_else_is_sampled(draw: str, changes
 
 
 def test_a_sample_has_its_own_draw() -> None:
-    """Bernoulli: with p the same for all, who survives does not depend on who arrives first. No two groups or steps share draws."""
+    """Bernoulli: with p the same for all, who survives does not depend on who arrives first.
+
+    No two groups or steps share draws.
+    """
     pruner = make_pruner(rule="random", min_survivors=0)
     for step in range(1, 4):
         one_step(pruner, step)

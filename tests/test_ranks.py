@@ -1,4 +1,6 @@
-"""Two ranks against one: the same rollouts, decisions, metrics and weights from the same flags; no rank left waiting."""
+"""Two ranks against one: the same rollouts, decisions, metrics and weights from the same flags; no
+rank left waiting.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from ranks_worker import FLAGS
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from arrol import Trainer
 from support.args import TINY, parse
@@ -53,7 +56,9 @@ def start(ranks: int, *command: object) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`two` and `one` hold the runs on so many ranks; in `resumed` one rank went on where two were after two of four steps."""
+    """`two` and `one` hold the runs on so many ranks; in `resumed` one rank went on where two were
+    after two of four steps.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     for name in ("one", "two"):
         (folder / name).mkdir()
@@ -72,8 +77,9 @@ def lines(run: Path, name: str) -> list[dict]:
 def same_rollouts(left: Path, right: Path) -> None:
     """Every rollout's text, length and fate exactly, its score and survival probability up to rounding.
 
-    Rounding depends on how many rows are multiplied together. It could turn a draw, of a token or a survivor, whose two sides are
-    within 1e-6 of each other: among the 6,000 tokens here, once in about a hundred machines.
+    Rounding depends on how many rows are multiplied together. It could turn a draw, of a token or a
+    survivor, whose two sides are within 1e-6 of each other: among the 6,000 tokens here, once in
+    about a hundred machines.
     """
     inexact = ("score", "posterior", "survival")
     ours, theirs = lines(left, "rollouts"), lines(right, "rollouts")
@@ -101,8 +107,10 @@ def test_two_ranks_sample_and_prune_what_one_does(runs: Path, name: str) -> None
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_report_what_one_does(runs: Path, name: str) -> None:
-    """All metrics but times and memory, evaluations among them: they are of all ranks. Those that depend on the order of scores are
-    what all of a run's own rollouts make of them."""
+    """All metrics but times and memory, evaluations among them: they are of all ranks.
+
+    Those that depend on the order of scores are what all of a run's own rollouts make of them.
+    """
     for run in (runs / "two" / name, runs / "one" / name):
         for line in lines(run, "metrics")[1:]:
             rows = [row for row in lines(run, "rollouts") if row["step"] == line["step"] and row["score"] is not None]
@@ -152,7 +160,9 @@ def test_one_rank_goes_on_where_two_were(runs: Path) -> None:
 
 
 def test_two_ranks_with_one_engine_sample_and_learn_what_one_does(runs: Path) -> None:
-    """Tensor parallel: each has a part of every layer, the sums are rounded otherwise; the survivors are shared out for the update."""
+    """Tensor parallel: each has a part of every layer, the sums are rounded otherwise; the
+    survivors are shared out for the update.
+    """
     same_rollouts(runs / "tensor parallel", runs / "one" / "grpo")
     assert distance(weights(runs / "tensor parallel"), weights(runs / "one" / "grpo")) < 2e-6
     assert max(line.get("gap_max", 0.0) for line in lines(runs / "tensor parallel", "metrics")) < 1e-3
@@ -185,7 +195,9 @@ def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(own: bool)
     trainer, seeds = object.__new__(Trainer), []
     trainer.args = parse(["--rollout-seeds" if own else "--no-rollout-seeds"])
     trainer.pruner = trainer.sampling = None
-    trainer.parts, trainer.clock = SimpleNamespace(tokenizer=None, grader=None), Clock()
+    grader = SimpleNamespace(grade=lambda texts, golds: [])
+    trainer.parts = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(TINY), grader=grader)
+    trainer.clock = Clock()
     for number in range(4):
         generate = lambda *_, seed, **__: seeds.append(seed) or []  # noqa: E731
         trainer.engine = SimpleNamespace(number=number, generate=generate)

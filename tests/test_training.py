@@ -79,7 +79,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_six_steps_straight_equal_three_and_three(trainer: Callable[..., Trainer]) -> None:
-    """EasyR1#57: same prompts, same decisions, same weights, bit for bit; through files, at a mid-epoch data position."""
+    """EasyR1#57: same prompts, same decisions, same weights, bit for bit; through files, at a
+    mid-epoch data position.
+    """
     straight = trainer(log_rollouts="all")
     expected = outcome(straight)
     assert any(row["pruned"] for row in expected)
@@ -108,7 +110,9 @@ def test_keep_ratio_1_is_no_pruning(trainer: Callable[..., Trainer]) -> None:
 
 
 def test_a_run_keeps_its_ratio_and_its_sampler_in_step(trainer: Callable[..., Trainer]) -> None:
-    """33 steps: keep rate within 3 points of kappa, and the gap between sampler and trainer below 1e-3 at every token."""
+    """33 steps: keep rate within 3 points of kappa, and the gap between sampler and trainer below
+    1e-3 at every token.
+    """
     lines = trainer(steps=33, cold_start=3).run("test", checkpoints=False)[1:]
     assert [line["pruning"] for line in lines] == [False] * 3 + [True] * 30
     rate = sum(line["scored"] * line["keep_ratio"] for line in lines[3:]) / sum(line["scored"] for line in lines[3:])
@@ -221,7 +225,9 @@ def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[...,
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
     trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No file may grow beyond a megabyte, which is less than the weights: the older checkpoint stays, the run goes on to its end."""
+    """No file may grow beyond a megabyte, which is less than the weights: the older checkpoint
+    stays, the run goes on to its end.
+    """
     run = trainer(steps=1)
     run.run("test")
     folder = Path(run.args.output)
@@ -353,7 +359,9 @@ def test_what_the_engine_would_not_take_is_refused_before_it_starts(
 
 
 def test_evaluation_keeps_to_its_schedule_and_out_of_training(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
-    """Before the first step, every second one, after the last; rollouts and weights are bit for bit those of a run without."""
+    """Before the first step, every second one, after the last; rollouts and weights are bit for bit
+    those of a run without.
+    """
     problems = [*data.sums(4, 2, "test", (3, 4)), LONG, *data.sums(3, 5, "test", (3, 4))]
     _, sets = eval_sets(tmp_path, problem_file(tmp_path / "mine.jsonl", problems))
     small = dict(prompts=4, group_size=4, log_rollouts="all", eval_every=2, eval_n=2)

@@ -1,8 +1,9 @@
-"""Test-time scaling, whole: the program on the embedded model, what it leaves on disk, and candidates that are stopped early."""
+"""`tts.py` as a program, on the embedded model: what it leaves, early stop, judged candidates."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import io
 import json
@@ -19,28 +20,26 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import tts
-import voting
 from calibration import Calibrator, bin_index
 from engine import Rollout
 from quality_head import QualityHead
-from support import data
+from support import data, test_time
 from support.args import TINY, parse_tts
 from support.checkpoint import save_head
 from support.data import Problem, Prompt
-from support.early_stop import KeepBetter, stop_by_head
-from support.evaluation import Benchmark, EvalSet, evaluate
-from support.grader import Grader, Verdict
-from support.judge import Candidates, Judge, hits, sample_scores, signal_quality
-from tts import Bench
+from support.evaluation import EvalSet, evaluate
+from support.grader import Grader
+from support.test_time import Candidates, KeepBetter, Sampler, accuracies, signal_quality
 
 L_DETECT, N, TOO_LONG = 10, 4, 5  # the embedded model's L_detect; candidates; the place of the problem that is too long
 MAIN = ("--early-stop", "--max-num-seqs", "7")
-RULES = [rule.title(0.1) for rule in voting.RULES]
+LONG = "+".join(["15"] * 30) + "=?"
+RULES = [rule.name for rule in tts.RULES]
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 
 
 class FirstNumber(QualityHead):
-    """A head whose logit is the first number of the state, so that a test can say what it thinks."""
+    """A head whose logit is the first number of the state: a test can say what it thinks."""
 
     def forward(self, states: Tensor) -> Tensor:
         return states[:, 0].float()
@@ -53,52 +52,47 @@ class Files:
     data: Path
 
     def flags(self, output: Path, *more: str) -> list[str]:
-        plan = ["--head", str(self.head), "--data", str(self.data), "--n", str(N), "--window", "4", "--warmup", "2"]
+        plan = ["--head", str(self.head), "--data", str(self.data), "--n", str(N)]
         return [*plan, "--output", str(output), *more]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """A head that was never trained, with a calibration; 12 sums, and a problem among them that is longer than 64 tokens."""
+    """An untrained head with a calibration; 12 sums, and a problem of more than 64 tokens."""
     folder = tmp_path_factory.mktemp("files")
     calibrator, generator = Calibrator(bins=64), torch.Generator().manual_seed(0)
     scores = torch.rand(4000, generator=generator)
     calibrator.label(scores, (torch.rand(4000, generator=generator) < scores).float())
     save_head(folder / "head.safetensors", QualityHead(128, 32, seed=3), calibrator, L_DETECT)
     rows = [{"problem": p.text, "answer": p.answer} for p in data.sums(12, 5, "test", (3, 5), 15)]
-    rows.insert(TOO_LONG - 1, {"problem": "+".join(["15"] * 30) + "=?", "answer": "450"})
+    rows.insert(TOO_LONG - 1, {"problem": LONG, "answer": "450"})
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Files(folder / "head.safetensors", rows, folder / "mine.jsonl")
 
 
 @pytest.fixture(scope="module")
 def program(files: Files, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The whole program, once, few candidates at a time; its folder and what it printed."""
+    """The program, once, few candidates at a time; its folder and what it printed."""
     folder = tmp_path_factory.mktemp("program") / "out"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert tts.main(parse_tts(files.flags(folder, *MAIN))) == 0
+        assert test_time.main(parse_tts(files.flags(folder, *MAIN))) == 0
     return folder, printed.getvalue()
 
 
 @pytest.fixture(scope="module")
-def shared(program: tuple[Path, str], files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+def sampler(program: tuple[Path, str], files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     """An engine for all other tests; the program's own is down by then."""
     args = parse_tts(files.flags(tmp_path_factory.mktemp("shared"), "--max-num-seqs", "64"))
-    benchmark, head, table = tts.prepare(args)
-    with tts.workbench(args, benchmark, head) as bench:
-        yield Shared(bench, benchmark, table)
+    with Sampler(args).running() as running:
+        yield running
 
 
-@dataclass
-class Shared:
-    bench: Bench
-    benchmark: Benchmark
-    table: Tensor
-
-    def run(self, **changes: object) -> dict:
-        args = replace(self.bench.args, **changes)
-        sampling = replace(self.bench.sampling, temperature=args.temperature)
-        return tts.run(args, self.benchmark, replace(self.bench, args=args, sampling=sampling), self.table)
+def run(sampler: Sampler, **changes: object) -> dict:
+    """The program's scores with other flags, by the same engine."""
+    other = copy.copy(sampler)
+    other.args = replace(sampler.args, **changes)
+    other.sampling = replace(sampler.sampling, temperature=other.args.temperature)
+    return test_time.run(other)
 
 
 def lines(folder: Path) -> list[dict]:
@@ -116,7 +110,7 @@ def majority(rows: list[dict]) -> bool:
 
 
 def test_the_scores_are_those_of_the_candidates(program: tuple[Path, str], files: Files) -> None:
-    """avg@n and maj@n recomputed from the file of candidates, over all problems, also the one that nobody sampled."""
+    """avg@n and maj@n recomputed from candidates.jsonl, over all problems, the long one too."""
     folder, rows = program[0], lines(program[0])
     scores = json.loads((folder / "scores.json").read_text("utf-8"))
     problems = [f"mine:{number}" for number in range(1, 14)]
@@ -130,7 +124,7 @@ def test_the_scores_are_those_of_the_candidates(program: tuple[Path, str], files
         assert 0 < score["low"] < score["value"] < score["high"] <= 1
     assert scores["samples"]["pass@1"]["value"] == pytest.approx(sum(average) / 13)
     assert scores["samples"]["pass@4"]["value"] == sum(a > 0 for a in average) / 13
-    assert list(scores["votes"]) == RULES
+    assert list(scores["votes"]) == [*RULES, "oracle"]
     counts = scores["counts"]
     assert counts["prompts too long (they count as wrong)"] == 1 and counts["candidates"] == len(rows) == 12 * N
     assert counts["right"] + counts["wrong"] + counts.get("no answer", 0) == len(rows)
@@ -152,7 +146,7 @@ def test_a_line_for_each_candidate_with_its_weight_under_each_rule(program: tupl
         )
         voters = [row["signals"]["head"] for row in group if row["answer"] is not None]
         for row in group:
-            assert list(row["weights"]) == RULES and set(row["signals"]) == set(voting.SIGNALS)
+            assert list(row["weights"]) == RULES and set(row["signals"]) == set(tts.SIGNALS)
             score, n = row["signals"]["head"], len(voters)
             below, tied = sum(other < score for other in voters), sum(other == score for other in voters)
             rank = 1.0 if len(set(voters)) < 2 else (below + (tied - 1) / 2) / (n - 1)
@@ -162,101 +156,90 @@ def test_a_line_for_each_candidate_with_its_weight_under_each_rule(program: tupl
 
 
 def test_the_curve_ends_at_the_table_and_starts_at_one_candidate(program: tuple[Path, str]) -> None:
-    """With one candidate every rule names its answer; with all of them it is the row of the table."""
+    """With one candidate each rule names its answer; with all it is the row of the table."""
     scores = json.loads((program[0] / "scores.json").read_text("utf-8"))
     curve = scores["curve"]
     assert curve.pop("sizes") == [1, 2, 4] and set(curve) == {*RULES, "oracle"}
+    assert scores["votes"]["oracle"] == scores["samples"]["pass@4"]
     for name, values in curve.items():
-        table = scores["samples"]["pass@4"] if name == "oracle" else scores["votes"][name]
         assert values[0] == pytest.approx(scores["samples"]["pass@1"]["value"])
-        assert values[-1] == pytest.approx(table["value"])
+        assert values[-1] == pytest.approx(scores["votes"][name]["value"])
     assert (program[0] / "votes.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_what_is_printed(program: tuple[Path, str]) -> None:
-    """A row for each score and each rule, and the plans of --early-stop with what they save, over all 13 problems."""
+    """A row for each score and rule, and what early stop costs and saves, over 13 problems."""
     folder, printed = program
     scores = json.loads((folder / "scores.json").read_text("utf-8"))
-    names = ["avg@4", "pass@1", "pass@2", "pass@4", "maj@4", *RULES[1:], "oracle (pass@4)"]
     table = {line[:34].rstrip(): line[34:].split() for line in printed.splitlines()}
-    for name in names:
-        score = scores["samples"].get(name) or scores["votes"].get({"maj@4": "majority"}.get(name, name))
+    stopped = scores["early_stop"]
+    assert table["stopped early: tokens saved"] == [f"{stopped.pop('tokens saved'):.1%}"]
+    assert list(stopped) == ["majority", "majority, change", "ARRoL", "ARRoL, change"]
+    for rule in ("majority", "ARRoL"):
+        accuracy, change = stopped[rule]["value"], stopped[f"{rule}, change"]["value"]
+        assert change == pytest.approx(accuracy - scores["votes"][rule]["value"])
+        assert 13 * accuracy == pytest.approx(round(13 * accuracy))
+    named = {"majority": "maj@4", "oracle": "oracle (pass@4)"}
+    expected = scores["samples"] | {named.get(name, name): score for name, score in scores["votes"].items()}
+    expected |= {f"stopped early: {name}": score for name, score in stopped.items()}
+    for name, score in expected.items():
         value, low, _, high = table[name]
-        if score:
-            assert (value, low, high) == tuple(f"{score[key]:.3f}" for key in ("value", "low", "high"))
+        assert (value, low, high) == tuple(f"{score[key]:.3f}" for key in ("value", "low", "high"))
+    for name, quality in scores["signals"].items():
+        assert table[name] == ["-" if value is None else f"{value:.3f}" for value in quality.values()]
     assert "1 prompts too long (they count as wrong)" in printed and scores["set"]["digest"] in printed
-    plans = [(row["plan"], row["rule"]) for row in scores["early_stop"]]
-    assert plans == [
-        ("head at L_detect", "majority"),
-        ("head at L_detect", "ARRoL"),
-    ]
-    for row in scores["early_stop"]:
-        assert any(line.startswith(row["plan"]) and f"{row['saved']:.1%}" in line for line in printed.splitlines())
-        before = scores["votes"][row["rule"]]["value"]
-        assert row["difference"]["value"] == pytest.approx(row["accuracy"]["value"] - before)
-        assert row["saved"] == pytest.approx(1 - row["tokens"] / scores["counts"]["tokens"])
-        assert 13 * row["accuracy"]["value"] == pytest.approx(round(13 * row["accuracy"]["value"]))
 
 
-def test_the_same_seed_gives_the_same_bytes(shared: Shared, program: tuple[Path, str], tmp_path: Path) -> None:
-    """And, as every candidate has a seed of its own, the same answers however many are sampled at once; another seed, others."""
-    first, again = (shared.run(output=str(tmp_path / name)) for name in ("first", "again"))
-    assert (tmp_path / "first" / "candidates.jsonl").read_bytes() == (
-        tmp_path / "again" / "candidates.jsonl"
-    ).read_bytes()
-    assert {name: value for name, value in first.items() if name != "settings"} == {
-        name: value for name, value in again.items() if name != "settings"
-    }
+def test_the_same_seed_gives_the_same_bytes(sampler: Sampler, program: tuple[Path, str], tmp_path: Path) -> None:
+    """However many are sampled at once: each has a seed of its own. Another seed gives others."""
+    first, again = (run(sampler, output=str(tmp_path / name)) for name in ("first", "again"))
+    written = [(tmp_path / name / "candidates.jsonl").read_bytes() for name in ("first", "again")]
+    assert written[0] == written[1]
+    assert first | {"settings": None} == again | {"settings": None}
     columns = ("problem", "candidate", "tokens", "finish", "answer", "class", "verdict")
     here, there = ([[row[c] for c in columns] for row in lines(f)] for f in (tmp_path / "first", program[0]))
     assert here == there
-    shared.run(output=str(tmp_path / "other"), seed=1)
+    run(sampler, output=str(tmp_path / "other"), seed=1)
     assert [[row[c] for c in columns] for row in lines(tmp_path / "other")] != here
 
 
-def test_one_greedy_candidate(shared: Shared, tmp_path: Path) -> None:
-    """The same number as the greedy score of the evaluation in training, and no picture of one point."""
-    results = shared.run(n=1, temperature=0.0, output=str(tmp_path / "out"))
-    bench = shared.bench
-    evaluated = evaluate(
-        bench.engine,
-        [EvalSet("mine", "avg", list(bench.prompts.values()), bench.too_long)],
-        TOKENIZER,
-        bench.judge.grader,
-        bench.sampling,
-        1,
-        0,
-    )
+def test_one_greedy_candidate(sampler: Sampler, tmp_path: Path) -> None:
+    """The same number as the greedy score of the evaluation in training."""
+    results = run(sampler, n=1, temperature=0.0, output=str(tmp_path / "out"))
+    sets = [EvalSet("mine", "avg", list(sampler.prompts.values()), sampler.too_long)]
+    evaluated = evaluate(sampler.engine, sets, TOKENIZER, sampler.grader, sampler.sampling, 1, 0)
     value = results["samples"]["avg@1"]["value"]
     assert value == pytest.approx(evaluated["eval/mine/greedy"]) and 0 < value <= 12 / 13
     assert all(score["value"] == pytest.approx(value) for score in results["votes"].values())
-    assert "maj@1" in tts.show(results) and not (tmp_path / "out" / "votes.png").exists()
+    assert "maj@1" in test_time.show(results)
 
 
 def test_what_is_done_is_on_disk_before_more_is_sampled(
-    shared: Shared,
+    sampler: Sampler,
     files: Files,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ctrl-C then says what is there; no traceback."""
+    """Ctrl-C while candidates are sampled again: no traceback, and the scores of all are there."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    class Interrupted(Sampler):
+        def running(self) -> contextlib.AbstractContextManager[Sampler]:
+            self.engine, self.grader = sampler.engine, sampler.grader
+            return contextlib.nullcontext(self)
 
-    monkeypatch.setattr(tts, "workbench", lambda args, *_: contextlib.nullcontext(replace(shared.bench, args=args)))
-    for broken, there in (
-        ("early_stop", "scores.json, candidates.jsonl, votes.png"),
-        ("plot", "scores.json, candidates.jsonl"),
-    ):
-        folder = tmp_path / broken
-        with monkeypatch.context() as patch:
-            patch.setattr(tts, broken, interrupt)
-            assert tts.main(parse_tts(files.flags(folder, "--early-stop"))) == 130
-        assert capsys.readouterr().err == f"\nstopped; in {folder}: {there}\n"
-        scores = json.loads((folder / "scores.json").read_text("utf-8"))
-        assert len(lines(folder)) == 12 * N and list(scores["votes"]) == RULES and "early_stop" not in scores
+        def sample(self, samples: int, **options: object) -> list[Rollout]:
+            if "pruner" in options:
+                raise KeyboardInterrupt
+            return super().sample(samples, **options)
+
+    folder = tmp_path / "out"
+    monkeypatch.setattr(test_time, "Sampler", Interrupted)
+    assert test_time.main(parse_tts(files.flags(folder, "--early-stop"))) == 130
+    assert capsys.readouterr().err == f"\nstopped; what was done is in {folder}\n"
+    scores = json.loads((folder / "scores.json").read_text("utf-8"))
+    assert len(lines(folder)) == 12 * N and list(scores["votes"]) == [*RULES, "oracle"] and "early_stop" not in scores
+    assert (folder / "votes.png").is_file()
 
 
 # ------------------------------------------------------------------ flags
@@ -269,9 +252,8 @@ def test_what_is_done_is_on_disk_before_more_is_sampled(
         ("--n 0", "--n 0: must be in [1, inf)"),
         ("--temperature 2.1", "--temperature 2.1: must be in [0, 2]"),
         ("--seed -1", "--seed -1: must be in [0, 4294967295]"),
-        ("--early-stop --n 16", "--warmup 16: must be below --n 16"),
+        ("--early-stop --head=", "--early-stop True: a quality head stops"),
         ("--early-stop --detect-length 256", "--detect-length 256: must be below --max-length 256"),
-        ("--share 0", "--share 0.0: must be in (0, 1]"),
         ("--data nothing", "--data nothing: neither a known set nor a file nor sums"),
         ("--data nothing.jsonl", "--data nothing.jsonl: No such file"),
         ("--trained-on nothing.jsonl", "--trained-on nothing.jsonl: No such file"),
@@ -294,7 +276,7 @@ def test_what_is_done_is_on_disk_before_more_is_sampled(
 def test_bad_flags_end_in_one_sentence_and_nothing_is_created(
     flags: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """T = 0 with several candidates (lighteval#559) is n times one candidate, which no vote can help."""
+    """T = 0 with several candidates (lighteval#559) is one candidate n times, for any vote."""
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "scores.json").write_text("{}")
     (tmp_path / "note.txt").write_text("no head")
@@ -303,7 +285,7 @@ def test_bad_flags_end_in_one_sentence_and_nothing_is_created(
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        tts.main(parse_tts(flags.format(here=tmp_path, tiny=TINY).split()))
+        test_time.main(parse_tts(flags.format(here=tmp_path, tiny=TINY).split()))
     message = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and len(message) == 1 and words.format(here=tmp_path) in message[0]
     assert sorted(tmp_path.rglob("*")) == before
@@ -350,7 +332,7 @@ def better(keep_ratio: float = 0.5, table: Tensor | None = None, seed: int = 0) 
 @pytest.mark.parametrize("keep_ratio", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_the_better_ones_of_each_group_go_on(keep_ratio: float, calibrated: bool) -> None:
-    """Exactly kappa n of each group, those with the highest posterior, though one group is all better than the other."""
+    """Exactly kappa n of each group, of the highest posterior, though one group is all better."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.cat([torch.randperm(8, generator=generator) - 8, torch.randperm(8, generator=generator) + 1]) / 2
     table = torch.linspace(1, 0, 1000, dtype=torch.float64) if calibrated else None  # high scores are bad news
@@ -364,7 +346,7 @@ def test_the_better_ones_of_each_group_go_on(keep_ratio: float, calibrated: bool
 
 
 def test_those_that_tie_share_what_is_left() -> None:
-    """2 above, 4 of one bin, 2 below, kappa = 1/2: both above, 2 of the 4, each of them as often as the others."""
+    """2 above, 4 of one bin, 2 below, kappa = 1/2: both above, and 2 of the 4, each as often."""
     logits, chosen = [3.0, 0.0, 0.0, -3.0, 0.0, 0.0, 3.0, -3.0], Counter()
     for seed in range(60):
         kept = keep(better(seed=seed), logits, [7] * 8)
@@ -399,13 +381,13 @@ def test_later_ones_are_held_against_all_that_have_arrived() -> None:
     assert abs(np.mean(kept) - 0.5) < 0.03
 
 
-def test_candidates_that_the_head_stops_are_cut_and_the_others_unchanged(shared: Shared) -> None:
-    bench = shared.bench
-    whole = bench.sample(N)
-    rollouts, stopped = stop_by_head(bench, shared.table)
-    assert shared.table.shape == (64,) and len(rollouts) == len(whole) == 12 * N
+def test_candidates_that_the_head_stops_are_cut_and_the_others_unchanged(sampler: Sampler) -> None:
+    full_rollouts = sampler.sample(N)
+    rollouts = sampler.sample(N, pruner=KeepBetter(sampler.head, sampler.table, 0.5, 0))
+    stopped = sampler.judge(rollouts)
+    assert sampler.table.shape == (64,) and len(rollouts) == len(full_rollouts) == 12 * N
     scored: dict[int, list[Rollout]] = {}
-    for full, short in zip(whole, rollouts, strict=True):
+    for full, short in zip(full_rollouts, rollouts, strict=True):
         assert short.group == full.group
         if short.finish == "pruned":
             assert short.token_ids == full.token_ids[:L_DETECT] and len(full.token_ids) > L_DETECT
@@ -413,8 +395,8 @@ def test_candidates_that_the_head_stops_are_cut_and_the_others_unchanged(shared:
             assert (short.token_ids, short.finish) == (full.token_ids, full.finish)
         assert (short.detect_state is None) == (len(full.token_ids) <= L_DETECT)
         if short.detect_state is not None:
-            score = bench.judge.head(short.detect_state[None]).sigmoid()
-            assert short.posterior == pytest.approx(shared.table[bin_index(score, 64)].item())
+            score = sampler.head(short.detect_state[None]).sigmoid()
+            assert short.posterior == pytest.approx(sampler.table[bin_index(score, 64)].item())
             scored.setdefault(short.group, []).append(short)
     for group in scored.values():
         kept, dropped = ([r.posterior for r in group if (r.finish == "pruned") is gone] for gone in (False, True))
@@ -423,10 +405,10 @@ def test_candidates_that_the_head_stops_are_cut_and_the_others_unchanged(shared:
     assert len(stopped) == 13 and not stopped[-1].rollouts
     for group, candidates in enumerate(stopped[:-1]):
         assert candidates.rollouts == [r for r in rollouts if r.group == group and r.finish != "pruned"]
-        assert len(candidates.verdicts) == len(candidates.classes) == len(candidates.signals["head"])
+        assert len(candidates.classes) == len(candidates.signals["head"]) == len(candidates.rollouts)
 
 
-# ------------------------------------------------------------------ the judge
+# ------------------------------------------------------------------ judged candidates
 
 
 def response(text: str, score: float = 0.0, group: int = 0, finish: str = "stop") -> Rollout:
@@ -437,76 +419,82 @@ def response(text: str, score: float = 0.0, group: int = 0, finish: str = "stop"
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with Grader(timeout=20.0) as grader:
-        yield Judge(TOKENIZER, grader, FirstNumber(8, 2), 4, 64)
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
+    """A sampler that cannot sample, for problems that each test brings along."""
+    judge = Sampler(parse_tts(["--output", str(tmp_path_factory.mktemp("judge") / "out"), "--head", ""]))
+    with Grader(timeout=20.0) as judge.grader:
+        judge.head, judge.too_long = FirstNumber(8, 2), 0
+        yield judge
 
 
-def test_equivalent_answers_are_one_class_and_pruned_candidates_none(judge: Judge) -> None:
-    """deepconf#15: 1/2 and 0.5 vote together; no answer never votes; what was pruned is not there (vllm#23201)."""
+def prompts(*golds: str) -> dict[int, Prompt]:
+    return {group: Prompt(Problem(f"p{group}", "?", gold), [5]) for group, gold in enumerate(golds)}
+
+
+def test_equivalent_answers_are_one_class_and_pruned_candidates_none(judge: Sampler) -> None:
+    """deepconf#15: 1/2 and 0.5 vote together; neither no answer nor a pruned one votes."""
     texts = [r"1+1=\boxed{2}", r"\boxed{1/2}", "0.5", r"\boxed{0.5}", r"\boxed{2/4}"]
-    rollouts = [response(text, score) for score, text in enumerate(texts)]
-    rollouts.insert(2, response(r"\boxed{2}", finish="pruned"))
-    prompts = {group: Prompt(Problem(f"p{group}", "?", gold), [5]) for group, gold in ((3, "2"), (0, "0.5"))}
-    empty, found = judge(rollouts, prompts)  # in order of prompts: nobody answered the first
+    rollouts = [response(text, score, group=1) for score, text in enumerate(texts)]
+    rollouts.insert(2, response(r"\boxed{2}", group=1, finish="pruned"))
+    judge.prompts = prompts("2", "0.5")
+    unanswered, found = judge.judge(rollouts)
     assert found.classes == [0, 1, None, 1, 1] and found.right == {1} and found.count_right == 3
-    assert [v.kind for v in found.verdicts] == ["wrong", "right", "no answer", "right", "right"]
-    assert found.signals["head"] == [0.0, 1.0, 2.0, 3.0, 4.0] and found.unsure == 0
-    assert found.winners(0.1)["majority"] == found.winners(0.1)["best of n, head"] == 1
-    for nobody in (empty, judge.nobody()):
-        assert nobody == Candidates(signals=dict.fromkeys(voting.SIGNALS, []))
-        assert set(nobody.winners(0.1)) == set(RULES) and set(nobody.winners(0.1).values()) == {None}
-    assert all(values == [0.0, 1.0] for values in hits([empty, found], 1.0).values())
+    assert [r.verdict for r in found.rollouts] == ["wrong", "right", "no answer", "right", "right"]
+    assert found.signals["head"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    won = tts.winners(found.classes, found.signals)
+    assert won["majority"] == won["best of n, head"] == 1
+    assert unanswered == Candidates([], [], dict.fromkeys(tts.SIGNALS, []), set(), 0)
+    scores = accuracies([unanswered, found], 5, 0)
+    assert list(scores) == [*RULES, "oracle"] and all(values == [0.0, 1.0] for values in scores.values())
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_a_score_that_is_not_finite_ranks_lowest_and_ends_nothing(judge: Judge, odd: float) -> None:
-    """All has been sampled by then. It is counted; where no score is a number, the head votes as the majority does."""
-    prompts = {0: Prompt(Problem("p", "?", "2"), [5])}
+def test_a_score_that_is_not_finite_ranks_lowest_and_ends_nothing(judge: Sampler, odd: float) -> None:
+    """All has been sampled by then. Where no score is a number, the head votes as the majority."""
+    judge.prompts = prompts("2")
     texts = [r"\boxed{1}", r"\boxed{2}", r"\boxed{3}"]
-    (found,) = judge([response(text, score) for text, score in zip(texts, (odd, 0.5, -0.5))], prompts)
-    assert found.signals["head"] == [-0.5, 0.5, -0.5] and found.unsure == 1
-    assert found.winners(0.1)["ARRoL"] == found.winners(0.1)["best of n, head"] == 1
-    (found,) = judge([response(text, odd) for text in (texts[1], texts[0], texts[0])], prompts)
-    assert found.signals["head"] == [0.0] * 3 and found.unsure == 3
-    assert found.winners(0.1)["ARRoL"] == found.winners(0.1)["majority"] == 1 and found.right == {0}
+    (found,) = judge.judge([response(text, score) for text, score in zip(texts, (odd, 0.5, -0.5))])
+    assert found.signals["head"] == [-0.5, 0.5, -0.5]
+    won = tts.winners(found.classes, found.signals)
+    assert won["ARRoL"] == won["best of n, head"] == 1
+    (found,) = judge.judge([response(text, odd) for text in (texts[1], texts[0], texts[0])])
+    assert found.signals["head"] == [0.0] * 3
+    won = tts.winners(found.classes, found.signals)
+    assert won["ARRoL"] == won["majority"] == 1 and found.right == {0}
 
 
-def test_scores_of_two_problems(judge: Judge) -> None:
-    """lm-eval#3248: all samples count. [1, 0, 0, 0] and [0, 1, 1, 1]; a third problem that nobody sampled is wrong."""
-    prompts = {group: Prompt(Problem(f"p{group}", "?", "1"), [5]) for group in (0, 1)}
-    every = judge(
-        [response(rf"\boxed{{{a}}}", group=g) for g, answers in enumerate(("1222", "2111")) for a in answers], prompts
-    )
-    assert sample_scores(every, 4) == {
-        "avg@4": [0.25, 0.75],
-        "pass@1": [0.25, 0.75],
-        "pass@2": [0.5, 1.0],
-        "pass@4": [1.0, 1.0],
-    }
-    assert hits(every, 0.1)["majority"] == [0.0, 1.0]
-    assert [values[2] for values in sample_scores([*every, judge.nobody()], 4).values()] == [0.0] * 4
+def test_scores_of_three_problems(judge: Sampler) -> None:
+    """lm-eval#3248: all samples count. Verdicts 1000 and 0111; a third has no candidates: wrong."""
+    judge.prompts = prompts("1", "1", "1")
+    answers = [(group, answer) for group, row in enumerate(("1222", "2111")) for answer in row]
+    problems = judge.judge([response(rf"\boxed{{{answer}}}", group=group) for group, answer in answers])
+    assert [one.count_right for one in problems] == [1, 3, 0]
+    oracle = {k: accuracies(problems, k, 0)["oracle"] for k in (1, 2, 4)}
+    assert oracle == {1: [0.25, 0.75, 0.0], 2: [0.5, 1.0, 0.0], 4: [1.0, 1.0, 0.0]}
+    assert accuracies(problems, 4, 0)["majority"] == [0.0, 1.0, 0.0]
+    assert accuracies(problems, 1, 0)["majority"] == oracle[1]
 
 
 def test_signal_quality_counts_pairs_of_right_and_wrong() -> None:
-    """Over all, within problems, and within those that the majority gets wrong; candidates without an answer do not count."""
+    """Over all, and within problems; candidates without an answer do not count."""
 
     def candidates(values: list[float], kinds: str) -> Candidates:
         names = {"r": "right", "w": "wrong", "-": "no answer"}
+        rollouts = [Rollout(0) for _ in kinds]
+        for rollout, kind in zip(rollouts, kinds):
+            rollout.verdict = names[kind]
         classes = [None if kind == "-" else int(kind == "w") for kind in kinds]
-        return Candidates([], [Verdict(names[kind], None) for kind in kinds], classes, {"head": values}, {0})
+        return Candidates(rollouts, classes, {"head": values}, {0}, kinds.count("r"))
 
-    every = [
+    problems = [
         candidates([3.0, 1.0, 9.0], "rw-"),  # 1 of 1 pair
         candidates([0.0, 2.0, 2.0, 5.0], "rrww"),  # 2-2 ties, all others lose: 1/2 of 4 pairs
         candidates([7.0], "w"),
-        Candidates(signals={"head": []}),
+        candidates([], ""),
     ]
-    quality = signal_quality(every, [1.0, 0.0, 0.0, 0.0])["head"]
+    quality = signal_quality(problems)["head"]
     values = {"r": [3.0, 0.0, 2.0], "w": [1.0, 2.0, 5.0, 7.0]}
     wins = sum((r > w) + (r == w) / 2 for r in values["r"] for w in values["w"])
-    assert quality == pytest.approx(
-        {"auc": wins / 12, "auc_within": 1.5 / 5, "auc_within_majority_wrong": 0.5 / 4}, abs=1e-12
-    )
+    assert quality == pytest.approx({"auc": wins / 12, "auc_within": 1.5 / 5}, abs=1e-12)
     nothing = dict.fromkeys(quality, None)
-    assert signal_quality([every[2]], [0.0])["head"] == nothing == signal_quality([every[3]], [0.0])["head"]
+    assert signal_quality([problems[2]])["head"] == nothing == signal_quality([problems[3]])["head"]

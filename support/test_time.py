@@ -1,0 +1,275 @@
+"""What `tts.py` does: sample n answers to each problem, judge them, let them vote (App. A.2).
+
+Prints avg@n, pass@k, maj@n and a row for each of `tts.RULES`, with 95% intervals over problems.
+Leaves them in `scores.json`, candidates in `candidates.jsonl`, and accuracy against their number in
+`votes.png`. With `--early-stop`, the quality head stops the same candidates at L_detect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+import tts
+from calibration import bin_index
+from engine import Decision, Rollout, Sampling
+from quality_head import QualityHead
+from support import data, evaluation, launch, metrics
+from support.args import TtsArgs, fail
+from support.checkpoint import load_head
+from support.distributed import start_process_group
+from support.grader import Grader
+from support.pictures import plot_votes
+
+
+@dataclasses.dataclass
+class Candidates:
+    """The complete candidates of one problem, ready to vote; `right` are its right classes."""
+
+    rollouts: list[Rollout]
+    classes: list[tts.Class]
+    signals: dict[str, list[float]]
+    right: set[int]
+    count_right: int
+
+
+class Sampler:
+    """Samples and judges candidates for a set's problems; those `too_long` have none and are wrong.
+
+    Flags that are of no use end the program with one sentence, before anything is created.
+    """
+
+    def __init__(self, args: TtsArgs) -> None:
+        launch.quiet(args.verbose)
+        tokenizer, stop_token_ids, config = launch.load_tokenizer(args)
+        head, self.table, trained_at = None, None, None
+        try:
+            benchmark = evaluation.load_benchmark(args.data, "--data")
+            limits = (args.max_prompt, args.instruction, args.thinking)
+            prompts, self.too_long = data.tokenize(benchmark.problems, tokenizer, *limits)
+            if args.head:
+                head, self.table, trained_at = load_head(Path(args.head))
+            if args.trained_on:
+                seen = evaluation.contaminated(benchmark.problems, data.load(args.trained_on)[0])
+                report = f"{benchmark.report}; CONTAMINATED: {len(seen)} of them are in {args.trained_on}"
+                benchmark = dataclasses.replace(benchmark, report=report)
+        except ValueError as error:
+            fail(str(error).replace("--dataset", "--trained-on", 1))
+        if not prompts:
+            fail(f"--max-prompt {args.max_prompt}: no prompt of {benchmark.name} is that short")
+        if head is not None and (width := head.hidden.in_features) != config.hidden_size:
+            fail(f"--head {args.head}: it reads states of {width} numbers, the model's have {config.hidden_size}")
+        if args.early_stop and trained_at not in (None, args.detect_length):
+            fail(f"--detect-length {args.detect_length}: {args.head} was trained at {trained_at}")
+        self.args, self.benchmark, self.prompts, self.head = args, benchmark, dict(enumerate(prompts)), head
+        self.tokenizer, self.vocabulary = tokenizer, config.vocab_size
+        self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature, args.top_p)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Sampler]:
+        """With grader and engine, which are taken down at the end."""
+        device = start_process_group()
+        try:
+            with Grader(launch.grader_workers()) as self.grader, launch.engine_from(self.args, device) as self.engine:
+                yield self
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def sample(self, samples: int, **options: object) -> list[Rollout]:
+        """So many rollouts of each prompt; `options` of `Engine.generate` go before these."""
+        options = dict(last_states=True, confidence=True, progress=True, rollout_seeds=True) | options
+        prompts = {group: prompt.token_ids for group, prompt in self.prompts.items()}
+        return self.engine.generate(prompts, samples, self.sampling, seed=self.args.seed, **options)
+
+    def judge(self, rollouts: list[Rollout]) -> list[Candidates]:
+        """By problem, those too long last. Pruned rollouts have no answer and are left out."""
+        evaluation.grade(rollouts, self.prompts, self.tokenizer, self.grader)
+        complete = [[r for r in rollouts if r.group == group and r.finish != "pruned"] for group in self.prompts]
+        bar = tqdm(complete + [[]] * self.too_long, desc="answers", unit="problem", leave=False, disable=None)
+        return [self._candidates(group) for group in bar]
+
+    @torch.no_grad()
+    def _candidates(self, rollouts: list[Rollout]) -> Candidates:
+        answers, verdicts = [r.answer for r in rollouts], {r.answer: r.verdict for r in rollouts}
+        classes = tts.answer_classes(answers, self.grader.equivalent)
+        spelling = {c: tts.representative(answers, classes, c) for c in set(classes) - {None}}
+        right = {c for c, answer in spelling.items() if verdicts[answer] == "right"}
+        traces, logprobs = [r.confidences for r in rollouts], [r.logprobs for r in rollouts]
+        signals = tts.trace_signals(traces, logprobs, self.args.window, self.vocabulary)
+        if self.head is not None:
+            signals["head"] = self.head(torch.stack([r.last_state for r in rollouts])).tolist() if rollouts else []
+        signals = {name: _finite(values) for name, values in signals.items()}
+        return Candidates(rollouts, classes, signals, right, [r.verdict for r in rollouts].count("right"))
+
+
+def _finite(values: list[float]) -> list[float]:
+    """What overflowed becomes the lowest of the others, or 0: no rule could rank it."""
+    least = min(filter(math.isfinite, values), default=0.0)
+    return [value if math.isfinite(value) else least for value in values]
+
+
+class KeepBetter:
+    """Early stop: at L_detect, κ = `keep_ratio` of each problem's candidates go on, by posterior.
+
+    Each is compared with all candidates of its problem that have arrived; lots decide ties and
+    fractions. table: posterior of each bin of the score; None: the score itself. One whose score is
+    NaN goes on and does not count as arrived.
+    """
+
+    def __init__(self, head: QualityHead, table: Tensor | None, keep_ratio: float, seed: int) -> None:
+        self.head, self.table, self.keep_ratio, self.lots = head, table, keep_ratio, random.Random(seed)
+        self.arrived: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self.fraction: dict[int, float] = defaultdict(self.lots.random)
+
+    @torch.no_grad()
+    def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
+        scores = self.head(states).sigmoid().cpu()
+        q = scores if self.table is None else self.table[bin_index(scores.nan_to_num(), len(self.table))]
+        rows = [(value, self.lots.random()) for value in q.where(~scores.isnan(), math.nan).tolist()]
+        for group, row in zip(groups, rows):
+            if not math.isnan(row[0]):
+                self.arrived[group].append(row)
+        places = [self.keep_ratio * len(self.arrived[group]) - self.fraction[group] for group in groups]
+        better = [sum(other > row for other in self.arrived[group]) for group, row in zip(groups, rows)]
+        keep = [math.isnan(row[0]) or b < place for row, b, place in zip(rows, better, places)]
+        return [Decision(*row) for row in zip(keep, scores.tolist(), q.tolist())]
+
+
+def accuracies(problems: Sequence[Candidates], size: int, seed: int) -> dict[str, list[float]]:
+    """Rule -> for each problem, how often its winner among `size` candidates is right.
+
+    "oracle" is pass@size. A problem with fewer candidates, if some were stopped, counts with all.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for number, one in enumerate(problems):
+        k, rng = min(size, len(one.rollouts)), np.random.default_rng((seed, number, size))
+        for rule, value in tts.accuracy(one.classes, one.signals, one.right, k, rng).items():
+            found[rule].append(value)
+        found["oracle"].append(metrics.pass_at_k(len(one.rollouts), one.count_right, k) if k else 0.0)
+    return dict(found)
+
+
+def signal_quality(problems: Sequence[Candidates]) -> dict[str, dict[str, float | None]]:
+    """How well each signal tells right candidates from wrong ones: AUC, and within problems.
+
+    Candidates without an answer do not count. None where there is no pair to tell apart.
+    """
+    quality = {}
+    for name in problems[0].signals:
+        rows = [
+            (value, rollout.verdict == "right", group)
+            for group, one in enumerate(problems)
+            for value, rollout, c in zip(one.signals[name], one.rollouts, one.classes)
+            if c is not None
+        ]
+        values, right, groups = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
+        found = {"auc": metrics.auc(values, right), "auc_within": metrics.within_group_auc(values, right, groups)}
+        quality[name] = {key: None if math.isnan(value) else value for key, value in found.items()}
+    return quality
+
+
+def main(args: TtsArgs) -> int:
+    """Score a model as `args` say; returns the exit status."""
+    sampler = Sampler(args)
+    print(sampler.benchmark.report)
+    try:
+        with sampler.running():
+            results = run(sampler)
+    except KeyboardInterrupt:
+        print(f"\nstopped; what was done is in {args.output}", file=sys.stderr)
+        return 130
+    print(f"\n{show(results)}\n\nresults: {args.output}  (scores.json, candidates.jsonl, votes.png)")
+    return 0
+
+
+def run(sampler: Sampler) -> dict:
+    """Sample, judge, vote; writes the folder and returns what scores.json holds."""
+    args, folder = sampler.args, Path(sampler.args.output)
+
+    def score(values: Sequence[float]) -> dict[str, float]:
+        low, high = metrics.interval(values, args.seed)
+        return {"value": statistics.fmean(values), "low": low, "high": high}
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rollouts = sampler.sample(args.n)
+    problems = sampler.judge(rollouts)
+    write_candidates(folder / "candidates.jsonl", sampler, problems)
+    sizes = [*(2**i for i in range((args.n - 1).bit_length())), args.n]
+    curve = {size: accuracies(problems, size, args.seed) for size in sizes}
+    samples = {f"avg@{args.n}": [one.count_right / args.n for one in problems]}
+    samples |= {f"pass@{size}": scores["oracle"] for size, scores in curve.items()}
+    votes, tokens = curve[args.n], sum(len(rollout.token_ids) for rollout in rollouts)
+    results = {
+        "settings": dataclasses.asdict(args),
+        "set": vars(sampler.benchmark) | {"problems": len(problems)},
+        "counts": {
+            "prompts too long (they count as wrong)": sampler.too_long,
+            "candidates": len(rollouts),
+            "tokens": tokens,
+            "cut at the length limit": sum(rollout.finish == "length" for rollout in rollouts),
+            **Counter(rollout.verdict for rollout in rollouts),
+        },
+        "samples": {name: score(values) for name, values in samples.items()},
+        "votes": {rule: score(values) for rule, values in votes.items()},
+        "signals": signal_quality(problems),
+        "curve": {"sizes": sizes} | {r: [statistics.fmean(curve[k][r]) for k in sizes] for r in votes},
+    }
+    (folder / "scores.json").write_text(json.dumps(results, indent=2, ensure_ascii=False), "utf-8")
+    plot_votes(sampler.benchmark.name, results["curve"], folder / "votes.png")
+    if args.early_stop:
+        stopped = sampler.sample(args.n, pruner=KeepBetter(sampler.head, sampler.table, args.keep_ratio, args.seed))
+        after = accuracies(sampler.judge(stopped), args.n, args.seed)
+        results["early_stop"] = {"tokens saved": 1 - sum(len(r.token_ids) for r in stopped) / tokens}
+        for rule in ("majority", "ARRoL"):
+            results["early_stop"][rule] = score(after[rule])
+            change = [b - a for a, b in zip(votes[rule], after[rule])]
+            results["early_stop"][f"{rule}, change"] = score(change)
+        (folder / "scores.json").write_text(json.dumps(results, indent=2, ensure_ascii=False), "utf-8")
+    return results
+
+
+def write_candidates(path: Path, sampler: Sampler, problems: Sequence[Candidates]) -> None:
+    """A line for each candidate: answer, class, verdict, signals, and weight under each rule."""
+    with path.open("w", encoding="utf-8") as file:
+        for one in problems:
+            tables = {"signals": one.signals, "weights": tts.ballots(one.classes, one.signals)}
+            for i, rollout in enumerate(one.rollouts):
+                problem = sampler.prompts[rollout.group].problem
+                row = {"problem": problem.id, "gold": problem.answer, "candidate": i, "class": one.classes[i]}
+                row |= {"answer": rollout.answer, "verdict": rollout.verdict}
+                row |= {"tokens": len(rollout.token_ids), "finish": rollout.finish}
+                row |= {key: {name: values[i] for name, values in table.items()} for key, table in tables.items()}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def show(results: dict) -> str:
+    """The tables."""
+    n, stopped = results["settings"]["n"], dict(results.get("early_stop", {}))
+    saved = stopped.pop("tokens saved", 0.0)
+    rows = results["samples"] | results["votes"] | {f"stopped early: {name}": score for name, score in stopped.items()}
+    names = {"majority": f"maj@{n}", "oracle": f"oracle (pass@{n})"}
+    lines = [f"{'':34s} accuracy   95% interval over problems"]
+    for name, score in rows.items():
+        lines.append(f"{names.get(name, name):34s} {score['value']:8.3f}   {score['low']:.3f} - {score['high']:.3f}")
+    lines += [f"{'stopped early: tokens saved':34s} {saved:8.1%}"] if stopped else []
+    lines += ["", ", ".join(f"{count:,} {name}" for name, count in results["counts"].items())]
+    lines += ["", f"{'AUC of right against wrong':34s}      all   within a problem"]
+    for name, quality in results["signals"].items():
+        cells = ["-" if value is None else f"{value:.3f}" for value in quality.values()]
+        lines.append(f"{name:34s} {cells[0]:>8s}{cells[1]:>19s}")
+    return "\n".join(lines)
