@@ -20,8 +20,8 @@ BENCHES = theory speed runs accuracy head pruning keep_ratio convergence voting
 
 bench: install
 	@failed=; for name in $(BENCHES); do \
-		echo "== bench/$$name.py"; .venv/bin/python bench/$$name.py || failed="$$failed $$name"; \
-	done; .venv/bin/python bench/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+		echo "== bench.$$name"; .venv/bin/python -m bench.$$name || failed="$$failed $$name"; \
+	done; .venv/bin/python -m bench.report; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 install:
 	@$(PYTHON) support/install.py

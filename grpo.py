@@ -7,11 +7,12 @@ Knows nothing of pruning: the caller passes the survivors. Where it departs from
 3. One normaliser per optimizer step, over micro-batches and ranks; no mean of means (trl#3021).
 4. Rows are right-padded, without attention mask: causal attention never looks right.
 5. A step without gradient is not taken: momentum and weight decay would move the weights.
-6. No step on samples of other weights: sampler's and trainer's log-probs are compared first.
+6. No step on samples of other weights: log-probs of sampler and trainer are compared first.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from dataclasses import KW_ONLY, dataclass
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 MAX_NONFINITE = 3
 # Bounds log-ratios before exp: after it, 0 * inf would make NaN gradients.
@@ -34,7 +36,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class NonFiniteGradients(RuntimeError):
-    """`MAX_NONFINITE` optimizer steps in a row had gradients that are not finite."""
+    """Not finite: `MAX_NONFINITE` gradients in a row, or the weights that a step has left."""
 
 
 class SamplerGapError(RuntimeError):
@@ -106,16 +108,27 @@ def pad(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 class Policy(nn.Module):
     """A causal language model whose forward returns log-probs of response tokens at `temperature`.
+    Ids from `vocabulary` on get probability 0: lm_head may have more rows than there are tokens.
+    Dropout is off. Raises ValueError unless the layers are `model.model.layers`."""
 
-    The model's layers are `model.model.layers`, and its logits `model.lm_head` of the last states,
-    as in Qwen and Llama. Dropout is off: the policy that is trained is the one that sampled.
-    """
-
-    def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int = 1024) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, chunk_tokens: int = 1024, vocabulary: int | None = None
+    ) -> None:
         super().__init__()
         if temperature <= 0:
             raise ValueError(f"training needs a temperature above 0, not {temperature}")
-        self.model, self.temperature, self.chunk_tokens = model.eval(), temperature, chunk_tokens
+        if not hasattr(getattr(model, "model", None), "layers"):
+            raise ValueError(f"{type(model).__name__} cannot be trained: its layers are not model.model.layers")
+        # PyTorch's own attention would leave out the cap that Gemma-2 puts on it.
+        if getattr(model.config, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")
+        self.model, self.temperature = model.eval(), temperature
+        self.chunk_tokens, self.vocabulary = chunk_tokens, vocabulary
+        # The model's own way from states to logits: its forward, whose backbone returns its input.
+        head = copy.copy(model)
+        head._modules = {name: module for name, module in model.named_children() if name != "model"}
+        head.model = lambda inputs_embeds, **_: MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        self._head = head.forward
 
     def forward(self, input_ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """From `pad`'s tensors to log-probs of the response tokens and, without gradient, entropies
@@ -131,20 +144,21 @@ class Policy(nn.Module):
 
     def _token_logprobs(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """States (C, H), targets (C,) to (C,), (C,). Backward makes the logits (C, V) again."""
-        logits = self.model.lm_head(states).float() / self.temperature
+        logits = self._head(inputs_embeds=states[None]).logits[0].float() / self.temperature
+        if self.vocabulary is not None:
+            logits[:, self.vocabulary :] = -math.inf
         normaliser = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
         with torch.no_grad():
-            entropy = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
+            # Of probability 0 and logit -inf the product is 0. NaN logits make the normaliser NaN.
+            entropy = normaliser - ((logits - normaliser[:, None]).exp() * logits).nan_to_num_(nan=0.0).sum(-1)
         return logprobs, entropy
 
 
 def shard(policy: Policy, device: torch.device, gradient_checkpointing: bool = False, offload: bool = False) -> Policy:
-    """`policy`, put on `device` under FSDP2, on one rank or more of a process group.
-
-    Weights, gradients and moments are float32, with `offload` in main memory; a GPU computes in
-    bfloat16. Layers are gathered one by one; `gradient_checkpointing` keeps their inputs only.
-    """
+    """`policy`, put on `device` under FSDP2, on one rank or more of a process group. Weights,
+    gradients and moments are float32, with `offload` in main memory; a GPU computes in bfloat16.
+    Layers are gathered one by one; `gradient_checkpointing` keeps their inputs only."""
     # Not .to(device): fully_shard moves layer by layer, so that no GPU ever holds all of it.
     policy.to(dtype=torch.float32)
     if gradient_checkpointing:
@@ -188,11 +202,10 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """`algo` "grpo" takes the mean over each response, then over responses; "dapo" over all tokens.
-
-    `beta` weighs the KL to the reference. `tis_cap` C multiplies a token's policy loss by
-    min(pi_old / pi_sampler, C), without gradient (truncated importance sampling).
-    """
+    """`algo` "grpo": the mean over each response, then over responses, also those of advantage 0 (a
+    group of one or of equal rewards): else their number would scale the others; "dapo": over all
+    tokens. `beta` weighs the KL to the reference; `tis_cap` C multiplies a token's policy loss by
+    min(pi_old / pi_sampler, C), without gradient (truncated importance sampling)."""
 
     algo: str = "grpo"
     clip_low: float = 0.2
@@ -214,32 +227,27 @@ def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) 
 
 @dataclass
 class MicroBatch:
-    """Rows that pass through the model together. All but `inputs` are (R,), by response token.
-
-    `weights` are shares in the loss, 0 in the dummy row of a rank that has no rows left.
-    """
+    """Rows that pass through the model together. All but `inputs` are by response token, (R,).
+    `weights` are shares in the loss, 0 in the dummy row of a rank that has no rows left. `sampled`
+    are log-probs and entropies by the policy that sampled, from the first pass."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
     advantages: Tensor
     sampler_logprobs: Tensor
     weights: Tensor
-    # Of the policy that sampled.
-    old_logprobs: Tensor | None = None
-    entropy: Tensor | None = None
+    sampled: tuple[Tensor, Tensor] | None = None
 
-    def sums(self, *values: Tensor) -> Tensor:
-        """The number of tokens, then each of `values` (R,) summed over them, float64; no dummy."""
-        real = self.weights > 0
-        return torch.stack([real.sum().double(), *(v.detach().double().where(real, 0.0).sum() for v in values)])
+
+def token_sums(mask: Tensor, *values: Tensor) -> Tensor:
+    """The number of tokens in `mask` (R,), then each of `values` (R,) summed over them, float64."""
+    return torch.stack([mask.sum().double(), *(v.detach().double().where(mask, 0.0).sum() for v in values)])
 
 
 @dataclass(eq=False, repr=False)
 class Learner:
-    """AdamW on float32 master weights, `minibatches` steps a batch; ValueError for another dtype.
-
+    """AdamW on float32 master weights (ValueError for others), `minibatches` steps for each batch.
     Weight decay is on all parameters, as in verl. The learning rate rises over `warmup_steps`, from
-    lr / warmup_steps, then stays. `token_budget` bounds rows x longest row of a micro-batch.
-    """
+    lr / warmup_steps, then stays. `token_budget` bounds rows x longest row of a micro-batch."""
 
     policy: Policy
     config: LossConfig
@@ -254,7 +262,8 @@ class Learner:
     reference: Policy | None = None
 
     def __post_init__(self) -> None:
-        parameters, self.ranks = list(self.policy.parameters()), dist.get_world_size() if dist.is_initialized() else 1
+        self.parameters = parameters = list(self.policy.parameters())
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         if any(p.dtype != torch.float32 for p in parameters):
             raise ValueError("master weights must be float32: bfloat16 rounds a step of 1e-6 away")
         if self.config.beta > 0 and self.reference is None:
@@ -275,14 +284,13 @@ class Learner:
     def update(
         self, samples: list[Sample], max_gap: float, max_mean_gap: float = math.inf, rows: list[int] | None = None
     ) -> dict[str, float]:
-        """Learn from this rank's share of a batch in `minibatches` optimizer steps.
+        """Learn from this rank's share of a batch. Sample i is for optimizer step `rows[i]` mod
+        `minibatches`, `rows` being the numbers in the batch of all ranks (default: i). Raises
+        NonFiniteGradients; and SamplerGapError, before any step, if the sampler's log-probs are off
+        by over `max_gap` nats, or `max_mean_gap` on average.
 
-        `rows` are the samples' numbers in the batch of all ranks (default: 0, 1, ...); row i is for
-        step i mod `minibatches`. Raises NonFiniteGradients; before any step, SamplerGapError, where
-        the sampler's log-probs are off by over `max_gap` nats, or on average by `max_mean_gap`.
-
-        Returns metrics of all ranks. grad_norm is before clipping; entropy and gap are of the
-        policy that sampled; skipped steps had no gradient, nonfinite ones none that was finite.
+        Returns metrics of all ranks: entropy and gap are of the policy that sampled, the others of
+        the steps taken, not those `skipped` without gradient or `nonfinite` in loss or gradient.
         """
         started, lr, gap = time.perf_counter(), self.scheduler.get_last_lr()[0], None
         plan, has_gradient = self._plan(samples, rows)
@@ -290,29 +298,28 @@ class Learner:
         # With one step the old log-probs are those of its own forward, and cost no pass.
         if self.minibatches > 1 or not any(has_gradient):
             for batch in batches:
-                batch.old_logprobs, batch.entropy = frozen_logprobs(self.policy, batch.inputs)
+                batch.sampled = frozen_logprobs(self.policy, batch.inputs)
             gap = self._check_gap(batches, max_gap, max_mean_gap)
         logprobs_done = time.perf_counter() if gap else started
         norms, sums = [], torch.zeros(5, dtype=torch.float64, device=self.device)
         for step in compress(plan, has_gradient):
             try:
-                sums = sum([self._backward(batch) for batch in step], sums)
+                with_step = sum([self._backward(batch) for batch in step], sums)
                 gap = gap or self._check_gap(batches, max_gap, max_mean_gap)
-                norms.append(self._optimizer_step())
+                if (norm := self._optimizer_step(with_step[1])) is not None:
+                    norms, sums = [*norms, norm], with_step
             finally:
-                # After errors too: no stale gradient may meet the next batch.
                 self.optimizer.zero_grad(set_to_none=True)
         tokens, loss, kl, clip_low, clip_high = all_reduce(sums).tolist()
-        finite = [norm for norm in norms if norm < math.inf]
         metrics = gap | {
             "loss": loss / max(1, len(norms)),
-            "grad_norm": sum(finite) / max(1, len(finite)),
+            "grad_norm": sum(norms) / max(1, len(norms)),
             "clip_low": clip_low / max(1.0, tokens),
             "clip_high": clip_high / max(1.0, tokens),
             "lr": lr,
-            "optimizer_steps": float(len(finite)),
-            "skipped": float(len(plan) - len(norms)),
-            "nonfinite": float(len(norms) - len(finite)),
+            "optimizer_steps": float(len(norms)),
+            "skipped": float(has_gradient.count(False)),
+            "nonfinite": float(has_gradient.count(True) - len(norms)),
             "logprob_s": logprobs_done - started,
             "update_s": time.perf_counter() - logprobs_done,
         }
@@ -320,8 +327,7 @@ class Learner:
 
     def _plan(self, samples: list[Sample], rows: list[int] | None) -> tuple[list[list[MicroBatch]], list[bool]]:
         """The steps' micro-batches, as many on all ranks, and whether each has a gradient."""
-        rows = range(len(samples)) if rows is None else rows
-        numbered = list(zip(rows, samples, strict=True))
+        numbered = list(zip(range(len(samples)) if rows is None else rows, samples, strict=True))
         steps = [[s for row, s in numbered if row % self.minibatches == step] for step in range(self.minibatches)]
         split = [micro_batches([len(s) for s in step], self.token_budget) or [[]] for step in steps]
         counts = all_reduce(torch.tensor([len(b) for b in split], device=self.device), dist.ReduceOp.MAX).tolist()
@@ -347,50 +353,54 @@ class Learner:
 
     def _backward(self, batch: MicroBatch) -> Tensor:
         """Adds the gradient of `batch`; returns its tokens, and sums of loss, KL and clip masks."""
-        config = self.config
         logprobs, entropy = self.policy(*batch.inputs)
-        if batch.old_logprobs is None:
-            batch.old_logprobs, batch.entropy = logprobs.detach(), entropy
-        old = batch.old_logprobs
+        batch.sampled = batch.sampled or (logprobs.detach(), entropy)
+        old, config = batch.sampled[0], self.config
         loss, low, high = token_objective(logprobs, old, batch.advantages, config.clip_low, config.clip_high)
         if config.tis_cap is not None:
             loss = loss * (old - batch.sampler_logprobs).clamp(max=MAX_LOG_RATIO).exp().clamp(max=config.tis_cap)
         kl = torch.zeros_like(loss)
         if config.beta > 0:
             kl = k3(logprobs, frozen_logprobs(self.reference, batch.inputs)[0])
-            loss = loss + config.beta * kl
-        loss = loss * batch.weights
+        loss = (loss + config.beta * kl) * batch.weights
         # FSDP averages over ranks.
         (loss.sum() * self.ranks).backward()
-        return batch.sums(loss, kl, low, high)
+        return token_sums(batch.weights > 0, loss, kl, low, high)
 
-    def _optimizer_step(self) -> float:
-        """Returns the norm before clipping; if it is not finite, takes no step and returns inf."""
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.grad_clip)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).nan_to_num(nan=math.inf).item()
-        if norm < math.inf:
-            self.optimizer.step()
-            self.scheduler.step()
-            self.nonfinite_in_a_row = 0
-            return norm
-        self.nonfinite_in_a_row += 1
-        if self.nonfinite_in_a_row < MAX_NONFINITE:
-            return math.inf
-        raise NonFiniteGradients(
-            f"the gradient was not finite in {MAX_NONFINITE} optimizer steps in a row, none of which was taken."
-            " A lower --lr from an earlier checkpoint may help."
-        )
+    def _optimizer_step(self, loss: Tensor) -> float | None:
+        """Returns the norm before clipping; None, and no step, if it or `loss` is not finite."""
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(loss)
+        finite = self._finite([norm, loss])
+        self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
+        if self.nonfinite_in_a_row >= MAX_NONFINITE:
+            raise NonFiniteGradients(f"no finite gradient in {MAX_NONFINITE} optimizer steps in a row; none was taken")
+        if not finite:
+            return None
+        self.optimizer.step()
+        self.scheduler.step()
+        if not self._finite(self.parameters):
+            raise NonFiniteGradients("an optimizer step left weights that are not finite: a lower --lr may help")
+        return norm.item()
+
+    def _finite(self, tensors: list[Tensor]) -> bool:
+        """Whether all elements are, on all ranks."""
+        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        sums = torch.stack([t.detach().sum(dtype=torch.float64) for t in local]).to(self.device)
+        return all_reduce((~sums.isfinite()).sum()).item() == 0
 
     def _check_gap(self, batches: list[MicroBatch], max_gap: float, max_mean_gap: float) -> dict[str, float]:
         """Entropy and gap of the policy that sampled, over all ranks; raises SamplerGapError."""
-        gaps = [(b.old_logprobs - b.sampler_logprobs).abs().double().where(b.weights > 0, 0.0) for b in batches]
-        # NaN would pass under any limit.
-        gaps = [gap.nan_to_num(nan=math.inf) for gap in gaps]
-        tokens, entropy, gap = all_reduce(sum(b.sums(b.entropy, g) for b, g in zip(batches, gaps))).tolist()
+        # Where the trainer's own logits are not finite its loss tells, and not the gap.
+        known = [(b.weights > 0) & b.sampled[1].isfinite() for b in batches]
+        gaps = [(b.sampled[0] - b.sampler_logprobs).abs().double().where(k, 0.0) for b, k in zip(batches, known)]
+        sums = sum(token_sums(k, b.sampled[1], gap) for b, k, gap in zip(batches, known, gaps))
+        tokens, entropy, gap = all_reduce(sums).tolist()
         gap_max = all_reduce(torch.cat(gaps).max(), dist.ReduceOp.MAX).item()
         # Without tokens there is no gap, which is not a gap of 0.
         gap_mean, gap_max = (gap / tokens, gap_max) if tokens else (math.nan, math.nan)
-        if gap_max > max_gap or gap_mean > max_mean_gap:
+        # NaN is within no limit.
+        if tokens and not (gap_max <= max_gap and gap_mean <= max_mean_gap):
             raise SamplerGapError(
                 f"log-probs of sampler and trainer differ by up to {gap_max:.4g} nats, {gap_mean:.4g} on average (the"
                 f" limits are {max_gap:.4g} and {max_mean_gap:.4g}): the last weight sync failed, or precision differs"

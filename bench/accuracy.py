@@ -1,52 +1,32 @@
-"""Held-out accuracy of GRPO and DAPO without and with ARRoL, at equal steps and at equal wall-clock time (Tables 1 and 2).
+"""Held-out accuracy of GRPO and DAPO without and with ARRoL, at equal steps and at equal time (Tables 1 and 2).
 
-    python bench/accuracy.py                                  the embedded model, 12 runs
-    python bench/accuracy.py --model Qwen/Qwen3-1.7B-Base --eval-data math500 amc23
+    python -m bench.accuracy                                  the embedded model, 12 runs
+    python -m bench.accuracy --model Qwen/Qwen3-1.7B-Base --eval-data math500 amc23
 
-Equal time is the time of training after which the faster of two runs of one seed had ended. The slower one's score at that time is read off
-the straight line between its evaluations before and after: learning slows down, so that the true curve lies above such a line, by less than
-what it gains between two evaluations, and the slower method is put a little lower than it was.
+Equal time is when the faster run of a seed ended. The slower run's score at that time lies on the straight
+line between its evaluations before and after. Learning slows down, so that the true curve is above such a
+line and the slower method is put a little lower than it was.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.runs import Run, command, read_flags, train
-from bench.tables import (
-    COLORS,
-    Estimate,
-    ended,
-    estimates,
-    markdown,
-    measured_on,
-    named,
-    new_figure,
-    pairs,
-    plot_seeds,
-    provenance,
-    save,
-    show,
-)
+from bench.runs import Run, read_flags, run_parser, train
+from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 
 PAIRS = {"GRPO": "GRPO + ARRoL", "DAPO": "DAPO + ARRoL"}
-PAPER = [  # mean of six sets in percent, without and with ARRoL, and the speed-up
+# Mean of six sets in percent, without and with ARRoL, and the speed-up.
+PAPER = [
     ("Table 1, GRPO, Qwen3-1.7B-Base", 34.79, 37.09, 1.61),
     ("Table 1, GRPO, Qwen3-4B-Base", 51.01, 53.54, 1.63),
     ("Table 1, GRPO, Qwen3-8B-Base", 56.66, 59.53, 1.62),
     ("Table 1, GRPO, Llama-3.2-1B-Instruct", 14.63, 17.49, 1.67),
     ("Table 2, DAPO, Qwen3-1.7B-Base", 36.43, 39.42, 1.70),
 ]
-NOTE = """\
-Mean over seeds ± half of the 95% t interval; differences are taken seed by seed. *Equal steps* is after the last step. *Equal time* is when the
-faster run of a seed had ended; the other one's score is interpolated between its evaluations, which puts it a little too low where learning
-slows down. Evaluation and checkpoints are not in the time; the cold start, in which nothing is pruned, is."""
+COLUMNS = ("avg, equal steps", "greedy, equal steps", "pass@16, equal steps", "avg, equal time", "greedy, equal time")
 
 
 def compare(plain: Run, pruned: Run) -> dict[str, float]:
-    """Of two runs of one seed: times, speed-ups, and scores at equal steps and at equal time, with their difference."""
+    """Two runs of one seed: times, speed-ups, scores at equal steps and at equal time, and their difference."""
     end = min(plain.seconds, pruned.seconds)
     found = {
         "seconds, plain": plain.seconds,
@@ -55,24 +35,20 @@ def compare(plain: Run, pruned: Run) -> dict[str, float]:
         "speed-up of a step": plain.step_seconds / pruned.step_seconds,
     }
     for kind in plain.evaluations()[-1][1]:
-        for when, at in (("equal steps", None), ("equal time", end)):
+        for name, at in ((f"{kind}, equal steps", None), (f"{kind}, equal time", end)):
             one, other = plain.score(kind, at), pruned.score(kind, at)
-            name = f"{kind}, {when}"
             found |= {f"{name}, plain": one, f"{name}, pruned": other, f"{name}, difference": other - one}
     return found
 
 
-COLUMNS = ("avg, equal steps", "greedy, equal steps", "pass@16, equal steps", "avg, equal time", "greedy, equal time")
-
-
-def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]], samples: int) -> str:
+def table(found: dict[str, dict[str, Estimate]], samples: int) -> str:
     heads = [column.replace("avg", f"avg@{samples}") for column in COLUMNS]
     rows = [["", *heads, "training, s", "speed-up", "speed-up of a step after the cold start"]]
     for plain, pruned in PAIRS.items():
         pair = found[plain]
         for method, who in ((plain, "plain"), (pruned, "pruned")):
             scores = [show(pair, f"{column}, {who}") for column in COLUMNS]
-            rows.append([named(method, runs[method]), *scores, show(pair, f"seconds, {who}", ".0f"), "", ""])
+            rows.append([method, *scores, show(pair, f"seconds, {who}", ".0f"), "", ""])
         gains = [show(pair, f"{column}, difference", "+.3f") for column in COLUMNS]
         speedups = [show(pair, key, ".2f", " ×") for key in ("speed-up", "speed-up of a step")]
         rows.append([f"**difference, {plain}** (95% interval)", *gains, "", *speedups])
@@ -83,23 +59,17 @@ def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]], sam
 
 
 def main() -> None:
-    plan, _ = read_flags(command(__doc__))
-    methods = [method for pair in PAIRS.items() for method in pair]
-    runs = train(plan, methods)
-    found = {
-        plain: estimates([compare(a, b) for a, b in pairs(runs[plain], runs[pruned])])
-        for plain, pruned in PAIRS.items()
-    }
-    results = provenance(runs, plan) | {"pairs": found, "paper": PAPER}
-    samples = next((run.args["eval_n"] for some in runs.values() for run in some if run.args), 0)
+    plan, _ = read_flags(run_parser(__doc__))
+    runs = train(plan, [method for pair in PAIRS.items() for method in pair])
+    found = {a: estimates(map(compare, runs[a], runs[b])) for a, b in PAIRS.items()}
+    samples = runs["GRPO"][0].args["eval_n"]
     figure, (axes,) = new_figure(f"held-out accuracy (avg@{samples}) against time of training")
-    for method in methods:
-        curves = [[(when, score["avg"]) for when, score in run.evaluations()] for run in ended(runs[method])]
+    for method, some in runs.items():
+        curves = [[(when, score["avg"]) for when, score in run.evaluations()] for run in some]
         plot_seeds(axes, method, COLORS[method], curves)
     axes.set(xlabel="seconds of training", ylabel="accuracy")
     axes.legend()
-    text = f"## Accuracy (Tables 1 and 2)\n\n{table(found, runs, samples)}\n\n{NOTE}\n\n{measured_on(results)}"
-    save("accuracy", plan.results, results, text, figure)
+    publish("accuracy", plan, runs, {"pairs": found, "paper": PAPER}, figure, table=table(found, samples))
 
 
 if __name__ == "__main__":

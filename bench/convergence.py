@@ -1,43 +1,21 @@
 """Reward against wall-clock time of training, all methods (Fig. 4).
 
-    python bench/convergence.py
+    python -m bench.convergence
 
-The reward is that of all rollouts that were sampled, pruned ones by their survivors' weights. A step's reward is that of the policy that it
-begins with, so it is placed where the step begins; it is smoothed over 5 steps, two before and two after.
+The reward is that of all rollouts that were sampled, pruned ones by their survivors' weights. A step's
+reward is that of the policy it begins with, so it is placed where the step begins.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.runs import Run, command, interpolate, read_flags, train
-from bench.tables import (
-    COLORS,
-    Estimate,
-    ended,
-    estimates,
-    markdown,
-    measured_on,
-    named,
-    new_figure,
-    pairs,
-    plot_seeds,
-    provenance,
-    save,
-    show,
-)
+from bench.runs import Run, interpolate, read_flags, run_parser, train
+from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 
 METHODS = ("GRPO", "GRPO + ARRoL", "GRPO + random", "DAPO", "DAPO + ARRoL")
 SMOOTH = 5
-NOTE = f"""\
-Mean over seeds ± half of the 95% t interval; rewards are means of {SMOOTH} steps, at the ends of fewer. *At equal time* is when the fastest of all runs of a seed
-began its last step. *Time to GRPO's last reward* is when the reward first was as high as GRPO's with the same seed was at its end, and *ahead* is the time that
-GRPO took to be there, which may be before its end, over the method's. The paper gives no numbers with Fig. 4: "reaches the same reward level in less
-time and attains higher reward earlier across most of training"."""
 
 
 def smoothed(run: Run) -> list[tuple[float, float]]:
@@ -55,7 +33,8 @@ def reached(curve: Sequence[tuple[float, float]], level: float) -> float | None:
 
 
 def against(plain: Run, run: Run, end: float) -> dict[str, float]:
-    """Of a run and that of GRPO with the same seed: reward at the end and at `end` seconds; where it got so far, time to GRPO's last reward."""
+    """A run beside that of GRPO with the same seed: rewards at the end and after `end` seconds; if it gets to
+    GRPO's last reward, when it does."""
     curve, level = smoothed(run), smoothed(plain)[-1][1]
     found = {"seconds": run.seconds, "last": curve[-1][1], "equal time": interpolate(curve, end)}
     there, plain_there = reached(curve, level), reached(smoothed(plain), level)
@@ -67,46 +46,33 @@ def against(plain: Run, run: Run, end: float) -> dict[str, float]:
 
 
 def compare(runs: dict[str, list[Run]]) -> dict[str, dict[str, Estimate]]:
-    """`against`, for each method, over the seeds whose runs and GRPO's did not crash."""
-    every = [run for some in runs.values() for run in ended(some)]
-    end = {run.seed: min(smoothed(other)[-1][0] for other in every if other.seed == run.seed) for run in every}
-    return {
-        method: estimates([against(a, b, end[b.seed]) for a, b in pairs(runs["GRPO"], own)])
-        for method, own in runs.items()
-    }
+    """`against`, for each method, over the seeds."""
+    ends = [min(smoothed(run)[-1][0] for run in of_seed) for of_seed in zip(*runs.values())]
+    return {method: estimates(map(against, runs["GRPO"], own, ends)) for method, own in runs.items()}
 
 
-def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]]) -> str:
+def table(found: dict[str, dict[str, Estimate]]) -> str:
     rows = [["", "training, s", "last reward", "reward at equal time", "time to GRPO's last reward, s", "ahead"]]
     for method, one in found.items():
-        seeds = len(one["last"].values) if "last" in one else 0
-        some = len(one["time"].values) if "time" in one else 0
-        rows.append(
-            [
-                named(method, runs[method]),
-                show(one, "seconds", ".0f"),
-                show(one, "last"),
-                show(one, "equal time"),
-                show(one, "time", ".0f") + (f" ({some} of {seeds} seeds got so far)" if some < seeds else ""),
-                show(one, "ahead", ".2f", " ×"),
-            ]
-        )
+        seeds, there = (len(one[key].values) if key in one else 0 for key in ("last", "time"))
+        time = show(one, "time", ".0f") + (f" ({there} of {seeds} seeds got so far)" if there < seeds else "")
+        cells = [show(one, "seconds", ".0f"), show(one, "last"), show(one, "equal time"), time]
+        rows.append([method, *cells, show(one, "ahead", ".2f", " ×")])
     rows.append(["paper, Fig. 4, Qwen3-1.7B-Base", "", "", "higher with ARRoL", "less with ARRoL", ""])
     return markdown(rows)
 
 
 def main() -> None:
-    plan, _ = read_flags(command(__doc__))
+    plan, _ = read_flags(run_parser(__doc__))
     runs = train(plan, METHODS)
     found = compare(runs)
-    results = provenance(runs, plan) | {"methods": found, "smoothed_over_steps": SMOOTH}
     figure, (axes,) = new_figure(f"reward of all rollouts, mean of {SMOOTH} steps, against time of training")
     for method, some in runs.items():
-        plot_seeds(axes, method, COLORS[method], [smoothed(run) for run in ended(some)])
+        plot_seeds(axes, method, COLORS[method], [smoothed(run) for run in some])
     axes.set(xlabel="seconds of training", ylabel="mean reward")
     axes.legend(loc="lower right")
-    text = f"## Convergence (Fig. 4)\n\n{table(found, runs)}\n\n{NOTE}\n\n{measured_on(results)}"
-    save("convergence", plan.results, results, text, figure)
+    results = {"methods": found, "smoothed_over_steps": SMOOTH}
+    publish("convergence", plan, runs, results, figure, table=table(found))
 
 
 if __name__ == "__main__":

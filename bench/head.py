@@ -1,54 +1,62 @@
-"""What the quality head can know, from when on, and how well its posterior is calibrated, beside trace confidence (Fig. 2 b-d).
+"""What the quality head can know, from when on, and how well calibrated its posterior is (Fig. 2 b-d).
 
-    python bench/head.py                                    the newest ARRoL run in bench/runs; if there is none, 20 steps are trained
-    python bench/head.py --model runs/NAME/checkpoint-20    any flag of tts.py goes too
+    python -m bench.head                                    a checkpoint of the ARRoL runs of bench/runs
+    python -m bench.head --model runs/NAME/checkpoint-20    any flag of tts.py goes too
 
-Samples 16 answers to each of 200 held-out problems, and takes the states that produced their tokens from a transformers pass. At each of
-eight detection lengths L a head is trained on one half of the problems and judged on the other, both ways, for three splits; it sees the
-rollouts that go on beyond L, as in training. Beside it: the mean of H_t and the sum of the sampled tokens' log-probs, over the same L
-tokens. Then, at the run's own L_detect, the distribution of scores, the calibration of the binned posterior on problems that neither
-head nor calibration has seen, and which training states make the best head. Leaves bench/results/head.json, .md and .png.
+Samples 16 answers to each of 200 held-out problems, and takes the states that produced their tokens from
+a transformers pass. At each of eight detection lengths L a head is trained on one half of the problems and
+judged on the other, both ways, for three splits; it sees the rollouts that go on beyond L, as in training.
+Beside it: the mean of H_t and the sum of the sampled tokens' log-probs, over the same L tokens. Then, at the
+run's own L_detect: the distribution of scores, the calibration of the posterior on problems that neither head
+nor calibration has seen, which training states make the best head, and which state to vote with.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
 import dataclasses
-import json
 import math
-import shutil
 import statistics
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
-from bench.head_states import token_scores
-from bench.runs import RECORD, last_words, run_program
-from bench.tables import machine, markdown, save
+import tts
+from bench import runs
+from bench.tables import described, markdown, new_figure, save, table
 from calibration import Calibrator, bin_index
+from engine import Rollout
 from quality_head import HeadTrainer, QualityHead
 from support import checkpoint
 from support.args import TtsArgs, fail, parse_tts
 from support.metrics import auc, ece, head_metrics, spearman, within_group_auc
-from support.test_time import Sampler
+from support.test_time import Candidates, Sampler, signal_quality
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
-FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)  # of the mean length
+# Detection lengths, of the mean length.
+FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 SPLITS = (0, 1, 2)
-ROUNDS = 8  # of HeadTrainer.train, each 4 passes: AUCs change by less than their spread from 4 to 16
-TIMED, REPEATS = 2, 3  # samples per problem of the generations that are timed, and how often
+# Calls of HeadTrainer.train, each 4 passes: AUCs change by less than their spread from 4 to 16 of them.
+ROUNDS = 8
+# Samples per problem of the generations that are timed, and how often.
+TIMED, REPEATS = 2, 3
 BINS = (128, 32, 10)
-STEPS = 20  # of a run that is trained here
+SIGNALS = {
+    "head": "quality head",
+    "head + log-prob": "head on state and log-probs",
+    "confidence": "mean of H_t",
+    "log-prob": "sum of log-probs",
+}
 Cells = dict[str, float]
 
 # ------------------------------------------------------------------ the sample
@@ -56,80 +64,116 @@ Cells = dict[str, float]
 
 @dataclass
 class Sample:
-    """Judged rollouts, and the states that produced token L of each, the last token where it is shorter."""
+    """Judged rollouts, and the states that produced token L of each, the last token of shorter ones."""
 
-    states: dict[int | str, Tensor]  # L, or "last" -> (N, hidden) fp32
-    lengths: Tensor  # (N,) tokens
-    labels: Tensor  # (N,) 0 or 1
-    groups: Tensor  # (N,) problem
-    confidence: dict[int, Tensor]  # L -> (N,) mean of H_t over the first L tokens
-    logprob: dict[int, Tensor]  # L -> (N,) sum of the log-probs of the first L sampled tokens
-    detections: list[int]  # the eight L
-    detect: int  # the run's own
+    # L, or "last" -> (N, hidden) fp32
+    states: dict[int | str, Tensor]
+    # (N,) tokens; 0 or 1; problem
+    lengths: Tensor
+    labels: Tensor
+    groups: Tensor
+    # "confidence" (mean of H_t), "log-prob" (sum) -> L -> (N,) over the first L tokens
+    signals: dict[str, dict[int, Tensor]]
+    # the eight L, and the run's own
+    detections: list[int]
+    detect: int
 
     def reach(self, length: int) -> Tensor:
         """Which rollouts (N,) are scored at L: those that have not ended there."""
         return self.lengths > length
 
 
-def take(sampler: Sampler, n: int) -> tuple[Sample, list[Cells]]:
-    """The sample, and what it costs to get to each length."""
-    rollouts = sampler.sample(n)
-    sampler.judge(rollouts)
-    judged = [(rollout, rollout.reward) for rollout in rollouts if rollout.reward is not None]
-    rollouts = [rollout for rollout, _ in judged]
-    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+@torch.no_grad()
+def visit_states(sampler: Sampler, rollouts: Sequence[Rollout], visit: Callable[[int, Tensor], None]) -> None:
+    """Call visit(i, states (tokens, hidden)) for each rollout i with the states that produced its tokens.
+
+    All states of all rollouts would not fit into memory.
+    """
+    model = AutoModelForCausalLM.from_pretrained(sampler.args.model, dtype=torch.float32).eval()
+    order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].token_ids))
+    for start in range(0, len(order), 128):
+        rows = order[start : start + 128]
+        prompts = [sampler.prompts[rollouts[i].group].token_ids for i in rows]
+        ids = [torch.tensor(prompt + rollouts[i].token_ids) for prompt, i in zip(prompts, rows)]
+        # A causal model never looks at padding on the right.
+        states = model.model(pad_sequence(ids, batch_first=True)).last_hidden_state
+        for row, i in enumerate(rows):
+            visit(i, states[row, len(prompts[row]) - 1 : len(ids[row]) - 1])
+
+
+def draw_sample(sampler: Sampler, rollouts: list[Rollout]) -> tuple[Sample, dict[str, list[float]]]:
+    """The sample of graded rollouts; and the logit that the run's own head gives each, by state that it scores."""
+    judged = [i for i, rollout in enumerate(rollouts) if rollout.reward is not None]
+    lengths = torch.tensor([len(rollouts[i].token_ids) for i in judged])
     detections = sorted({max(1, round(f * lengths.double().mean().item())) for f in FRACTIONS})
     detect, positions = sampler.args.detect_length, [*detections, sampler.args.detect_length]
+    picked: dict[int, Tensor] = {}
+    logits: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(rollouts))
 
-    def pick(states: Tensor) -> Tensor:  # instead of a head: all the states of all rollouts would not fit
-        return torch.stack([states[min(length, len(states)) - 1] for length in positions] + [states[-1]])
+    def visit(i: int, states: Tensor) -> None:
+        picked[i] = torch.stack([*(states[min(length, len(states)) - 1] for length in positions), states[-1]])
+        if sampler.head is not None:
+            scores = sampler.head(states)
+            logits["the one that produced the last token"][i] = scores[-1].item()
+            logits["at L_detect"][i] = scores[min(detect, len(scores)) - 1].item()
+            logits["the opening of the box"][i] = scores[box(sampler.tokenizer, rollouts[i].token_ids)].item()
+            logits["mean score of the last ten tokens"][i] = scores[-10:].mean().item()
+            logits["mean score of all tokens"][i] = scores.mean().item()
 
-    asked = copy.copy(sampler)
-    asked.head = pick
-    states = torch.stack(token_scores(asked, rollouts)).float().unbind(1)
+    visit_states(sampler, rollouts, visit)
 
-    def until(length: int, values: list) -> Tensor:
+    def until(length: int, values: list[Sequence[float]]) -> Tensor:
         return torch.tensor([float(sum(v[:length])) for v in values], dtype=torch.float64)
 
-    traces, logprobs = [rollout.confidences for rollout in rollouts], [rollout.logprobs for rollout in rollouts]
+    traces, logprobs = [rollouts[i].confidences for i in judged], [rollouts[i].logprobs for i in judged]
+    states = torch.stack([picked[i] for i in judged]).float().unbind(1)
     sample = Sample(
         states=dict(zip([*positions, "last"], states, strict=True)),
         lengths=lengths,
-        labels=torch.tensor([label for _, label in judged]),
-        groups=torch.tensor([rollout.group for rollout in rollouts]),
-        confidence={length: until(length, traces) / lengths.clamp_max(length) for length in positions},
-        logprob={length: until(length, logprobs) for length in positions},
+        labels=torch.tensor([rollouts[i].reward for i in judged]),
+        groups=torch.tensor([rollouts[i].group for i in judged]),
+        signals={
+            "confidence": {length: until(length, traces) / lengths.clamp_max(length) for length in positions},
+            "log-prob": {length: until(length, logprobs) for length in positions},
+        },
         detections=detections,
         detect=detect,
     )
-    return sample, costs(sampler, sample)
+    return sample, logits
+
+
+def box(tokenizer, token_ids: list[int]) -> int:
+    """The number of the token that opens the last box; of the last token where there is none."""
+    text, opened = "", len(token_ids) - 1
+    for number, token in enumerate(token_ids):
+        text += tokenizer.decode([token])
+        if "\\boxed{" in text:
+            text, opened = "", number
+    return opened
 
 
 def costs(sampler: Sampler, sample: Sample) -> list[Cells]:
-    """For each L: who gets there, and the share of all tokens and of all generation time that it takes to get all there.
+    """For each L: who gets there, and which share of all tokens and of all generation time that takes.
 
-    Times are taken in turn, and the shares are medians over the turns: a machine that gets slower does so for all lengths.
+    Lengths are timed in turn, and shares are medians over the turns: a machine that gets slower does so for all.
     """
     limits, shares = [*sample.detections, sampler.sampling.max_tokens], []
+    prompts = {group: prompt.token_ids for group, prompt in sampler.prompts.items()}
     for _ in range(REPEATS):
-        taken = []
+        seconds = []
         for limit in limits:
-            cut = copy.copy(sampler)
-            cut.sampling = dataclasses.replace(sampler.sampling, max_tokens=limit)
-            start = time.perf_counter()
-            cut.sample(TIMED, confidence=False)
-            taken.append(time.perf_counter() - start)
-        shares.append([seconds / taken[-1] for seconds in taken])
+            sampling, start = dataclasses.replace(sampler.sampling, max_tokens=limit), time.perf_counter()
+            sampler.engine.generate(prompts, TIMED, sampling, seed=sampler.args.seed, rollout_seeds=True)
+            seconds.append(time.perf_counter() - start)
+        shares.append([one / seconds[-1] for one in seconds])
     return [
         {
             "reached": sample.reach(length).double().mean().item(),
             "tokens": (sample.lengths.clamp_max(length).sum() / sample.lengths.sum()).item(),
             "time": statistics.median(share),
         }
-        for length, share in zip(
-            sample.detections, zip(*shares, strict=True), strict=False
-        )  # the last one is all of it
+        # the last share is all of it
+        for length, share in zip(sample.detections, zip(*shares, strict=True))
     ]
 
 
@@ -141,6 +185,11 @@ def halves(groups: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
     ids, row = torch.unique(groups, return_inverse=True)
     first = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)) < len(ids) / 2
     return [(first[row], ~first[row]), (~first[row], first[row])]
+
+
+def folds(groups: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """Seed and `halves` of all splits."""
+    return [(seed, *rows) for seed in SPLITS for rows in halves(groups, seed)]
 
 
 def fit(states: Tensor, labels: Tensor, seed: int) -> QualityHead:
@@ -163,11 +212,9 @@ def threshold_accuracy(values: Tensor, labels: Tensor, new: Tensor, new_labels: 
     if not len(values) or not len(new):
         return math.nan
     order = values.argsort()
-    right = labels[order].double()
-    # with the first k called wrong: wrong ones among them, right ones among the others
-    hits = (
-        torch.cat([torch.zeros(1), (1 - right).cumsum(0)]) + right.sum() - torch.cat([torch.zeros(1), right.cumsum(0)])
-    )
+    right, zero = labels[order].double(), torch.zeros(1)
+    # With the first k called wrong: wrong ones among them, right ones among the others.
+    hits = torch.cat([zero, (1 - right).cumsum(0)]) + right.sum() - torch.cat([zero, right.cumsum(0)])
     k = int(hits.argmax())
     threshold = values[order[k]] if k < len(values) else math.inf
     return ((new >= threshold) == new_labels.bool()).double().mean().item()
@@ -176,12 +223,8 @@ def threshold_accuracy(values: Tensor, labels: Tensor, new: Tensor, new_labels: 
 def signal_metrics(values: Tensor, labels: Tensor, groups: Tensor, train: Tensor, test: Tensor) -> Cells:
     """The metrics of a head for something that is no probability."""
     v, y, g = values[test], labels[test], groups[test]
-    return {
-        "auc": auc(v, y),
-        "auc_within": within_group_auc(v, y, g),
-        "accuracy": threshold_accuracy(values[train], labels[train], v, y),
-        "spearman": spearman(v, y),
-    }
+    accuracy = threshold_accuracy(values[train], labels[train], v, y)
+    return {"auc": auc(v, y), "auc_within": within_group_auc(v, y, g), "accuracy": accuracy, "spearman": spearman(v, y)}
 
 
 @dataclass(frozen=True)
@@ -197,114 +240,101 @@ class Spread:
         return f"{self.mean:.3f}" + ("" if self.deviation is None else f" ± {self.deviation:.3f}")
 
 
-def summed(rows: list[Cells]) -> dict[str, Spread]:
-    """Column -> mean and deviation over the halves' rows."""
-    table = {}
-    for key in rows[0]:
-        known = [row[key] for row in rows if not math.isnan(row[key])]
-        table[key] = Spread(
-            statistics.fmean(known) if known else None, statistics.stdev(known) if len(known) > 1 else None
-        )
+Rows = dict[str, dict[str, Spread]]
+
+
+def spreads(rows: dict[str, list[Cells]]) -> Rows:
+    """Row -> column -> mean and deviation over the halves."""
+    table: Rows = {name: {} for name in rows}
+    for name, cells in rows.items():
+        for key in cells[0]:
+            known = [one[key] for one in cells if not math.isnan(one[key])]
+            mean = statistics.fmean(known) if known else None
+            table[name][key] = Spread(mean, statistics.stdev(known) if len(known) > 1 else None)
     return table
 
 
 def with_logprob(states: Tensor, logprob: Tensor, train: Tensor) -> Tensor:
-    """States (N, hidden + 1): beside each the sum of the log-probs so far, on the states' scale, standardised by the rows `train`."""
+    """States (N, hidden + 1) with the sum of the log-probs, on their scale, standardised by the rows `train`."""
     known = logprob[train]
     column = (logprob - known.mean()) / known.std().clamp_min(1e-6) * states[train].std()
     return torch.cat([states, column[:, None].float()], 1)
 
 
-def at_length(sample: Sample, length: int) -> dict[str, dict[str, Spread]]:
-    """How well each signal tells right from wrong at L; `auc_within_same` is about the rollouts that all lengths score."""
+def at_length(sample: Sample, length: int) -> Rows:
+    """How well each signal tells right from wrong at L; `auc_within_same`: on the rollouts that all L score."""
     here, same = sample.reach(length), sample.reach(sample.detections[-1])
-    rows: dict[str, list[Cells]] = {}
-    for seed in SPLITS:
-        for train, test in halves(sample.groups, seed):
-            train, test = train & here, test & here
-            if train.sum() < 2 or not test.any():
-                continue
-            both = with_logprob(sample.states[length], sample.logprob[length], train)
-            heads = {"head": sample.states[length], "head + log-prob": both}
-            values = {name: scores(fit(x[train], sample.labels[train], seed), x) for name, x in heads.items()}
-            measured = {n: head_metrics(v[test], sample.labels[test], sample.groups[test]) for n, v in values.items()}
-            for name, signal in (("confidence", sample.confidence[length]), ("log-prob", sample.logprob[length])):
-                values[name] = signal
-                measured[name] = signal_metrics(signal, sample.labels, sample.groups, train, test)
-            common = test & same
-            for name, cells in measured.items():
-                within = within_group_auc(values[name][common], sample.labels[common], sample.groups[common])
-                rows.setdefault(name, []).append(cells | {"auc_within_same": within})
-    return {name: summed(cells) for name, cells in rows.items()}
+    states, labels, groups = sample.states[length], sample.labels, sample.groups
+    rows: dict[str, list[Cells]] = defaultdict(list)
+    for seed, train, test in folds(groups):
+        train, test = train & here, test & here
+        if train.sum() < 2 or not test.any():
+            continue
+        both = with_logprob(states, sample.signals["log-prob"][length], train)
+        inputs = {"head": states, "head + log-prob": both}
+        values = {name: scores(fit(x[train], labels[train], seed), x) for name, x in inputs.items()}
+        measured = {name: head_metrics(v[test], labels[test], groups[test]) for name, v in values.items()}
+        for name, signal in sample.signals.items():
+            values[name] = signal[length]
+            measured[name] = signal_metrics(values[name], labels, groups, train, test)
+        common = test & same
+        for name, cells in measured.items():
+            within = within_group_auc(values[name][common], labels[common], groups[common])
+            rows[name].append(cells | {"auc_within_same": within})
+    return spreads(rows)
 
 
-def training_states(sample: Sample, own: QualityHead | None) -> dict[str, dict[str, Spread]]:
-    """AUC at L_detect and at the last token, of heads trained on the states of the one, of the other, and of both; and of the run's own."""
+def training_states(sample: Sample, own: QualityHead | None) -> Rows:
+    """AUC at L_detect and at the last token, of heads trained on either, on both, and the run's own."""
     here = sample.reach(sample.detect)
-    detect, last = sample.states[sample.detect], sample.states["last"]
-    rows: dict[str, list[Cells]] = {}
-    for seed in SPLITS:
-        for train, test in halves(sample.groups, seed):
-            parts = {"at L_detect": [(detect, train & here)], "last token": [(last, train)]}
-            parts["both"] = parts["at L_detect"] + parts["last token"]
-            heads = {
-                name: fit(torch.cat([x[of] for x, of in part]), torch.cat([sample.labels[of] for _, of in part]), seed)
-                for name, part in parts.items()
-            }
-            if own is not None:
-                heads["the run's own head"] = own
-            for name, head in heads.items():
-                cells: Cells = {}
-                for place, states, of in (("L_detect", detect, test & here), ("last token", last, test)):
-                    found, labels = scores(head, states[of]), sample.labels[of]
-                    cells[f"AUC, {place}"] = auc(found, labels)
-                    cells[f"within, {place}"] = within_group_auc(found, labels, sample.groups[of])
-                rows.setdefault(name, []).append(cells)
-    return {name: summed(cells) for name, cells in rows.items()}
+    detect, last, labels, groups = sample.states[sample.detect], sample.states["last"], sample.labels, sample.groups
+    rows: dict[str, list[Cells]] = defaultdict(list)
+    for seed, train, test in folds(groups):
+        sets = {"at L_detect": [(detect, train & here)], "last token": [(last, train)]}
+        sets["both"] = sets["at L_detect"] + sets["last token"]
+        heads = {
+            name: fit(torch.cat([x[of] for x, of in pairs]), torch.cat([labels[of] for _, of in pairs]), seed)
+            for name, pairs in sets.items()
+        }
+        if own is not None:
+            heads["the run's own head"] = own
+        for name, head in heads.items():
+            cells: Cells = {}
+            for place, states, of in (("L_detect", detect, test & here), ("last token", last, test)):
+                found = scores(head, states[of])
+                cells[f"AUC, {place}"] = auc(found, labels[of])
+                cells[f"within, {place}"] = within_group_auc(found, labels[of], groups[of])
+            rows[name].append(cells)
+    return spreads(rows)
 
 
-@dataclass
-class Judged:
-    """Scores at L_detect of heads that have not seen the problem, each rollout once for each split."""
+def calibration(sample: Sample) -> tuple[Rows, dict[str, list[list[float]]], tuple[Tensor, Tensor]]:
+    """Errors of the posterior by number of bins, its `curve`, and (scores, row numbers) of heads on unseen problems.
 
-    scores: Tensor
-    confidence: Tensor
-    labels: Tensor
-
-
-def calibration(sample: Sample) -> tuple[dict[str, dict[str, Spread]], dict[str, list[list[float]]], Judged]:
-    """Errors of the posterior by number of bins, its curve (mean q, positive ratio, share of rows for each tenth), and the scores.
-
-    Head, posterior and errors are of three parts of the problems: half, a quarter and a quarter, as in training, where scores enter the
-    window before the head sees their labels.
+    Head, posterior and errors are of a half and two quarters of the problems: in training, too, scores enter
+    the window before the head sees their labels.
     """
-    here, states = sample.reach(sample.detect), sample.states[sample.detect]
-    rows: dict[str, list[Cells]] = {}
-    points: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    here, states, labels = sample.reach(sample.detect), sample.states[sample.detect], sample.labels
+    rows: dict[str, list[Cells]] = defaultdict(list)
+    points: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     seen: list[tuple[Tensor, Tensor]] = []
-    for seed in SPLITS:
-        for train, test in halves(sample.groups, seed):
-            found = scores(fit(states[train & here], sample.labels[train & here], seed), states)
-            seen.append((found[test & here], test & here))
-            for first, second in halves(sample.groups, seed + 1000):
-                old, new = test & here & first, test & here & second
-                if not old.any() or not new.any():
-                    continue
-                quality = {"s′ itself": found[new]}
-                for bins in BINS:
-                    calibrator = Calibrator(bins, window=int(old.sum()))
-                    calibrator.label(found[old], sample.labels[old])
-                    quality[f"B = {bins}"] = calibrator.posterior(found[new])
-                for name, q in quality.items():
-                    rows.setdefault(name, []).append(errors(q, sample.labels[new], sample.groups[new], seed))
-                    points.setdefault(name, []).append((q, sample.labels[new]))
-    curves = {name: curve(*map(torch.cat, zip(*parts, strict=True))) for name, parts in points.items()}
-    judged = Judged(
-        torch.cat([values for values, _ in seen]),
-        torch.cat([sample.confidence[sample.detect][of] for _, of in seen]),
-        torch.cat([sample.labels[of] for _, of in seen]),
-    )
-    return {name: summed(cells) for name, cells in rows.items()}, curves, judged
+    for seed, train, test in folds(sample.groups):
+        found = scores(fit(states[train & here], labels[train & here], seed), states)
+        seen.append((found[test & here], (test & here).nonzero()[:, 0]))
+        for first, second in halves(sample.groups, seed + 1000):
+            old, new = test & here & first, test & here & second
+            if not old.any() or not new.any():
+                continue
+            quality = {"s′ itself": found[new]}
+            for bins in BINS:
+                calibrator = Calibrator(bins, window=int(old.sum()))
+                calibrator.label(found[old], labels[old])
+                quality[f"B = {bins}"] = calibrator.posterior(found[new])
+            for name, q in quality.items():
+                rows[name].append(errors(q, labels[new], sample.groups[new], seed))
+                points[name].append((q, labels[new]))
+    curves = {name: curve(*map(torch.cat, zip(*parts))) for name, parts in points.items()}
+    return spreads(rows), curves, tuple(map(torch.cat, zip(*seen)))
 
 
 def errors(q: Tensor, labels: Tensor, groups: Tensor, seed: int) -> Cells:
@@ -328,191 +358,126 @@ def curve(q: Tensor, labels: Tensor) -> list[list[float]]:
     return torch.stack([*sums, count[filled] / len(q)], 1).tolist()
 
 
+def scored_states(problems: list[Candidates], logits: dict[str, list[float]]) -> Rows:
+    """State that the run's own head scores -> AUC, and accuracy of the vote by the scores' ranks."""
+    rows: Rows = {}
+    for name, values in logits.items():
+        # in the order of the rollouts
+        number = iter(values)
+        for one in problems:
+            one.signals = {"head": [next(number) for _ in one.rollouts]}
+        won = statistics.fmean(tts.winners(one.classes, one.signals)["ARRoL"] in one.right for one in problems)
+        cells = signal_quality(problems)["head"] | {"ARRoL vote": won}
+        rows[name] = {key: Spread(value, None) for key, value in cells.items()}
+    return rows
+
+
 # ------------------------------------------------------------------ tables and picture
 
-SIGNALS = {
-    "head": "quality head",
-    "head + log-prob": "head on state and log-probs",
-    "confidence": "mean of H_t",
-    "log-prob": "sum of log-probs",
-}
 
-
-def text(results: dict) -> str:
-    """head.md."""
-    rows = [
-        [
-            "L",
-            "beyond",
-            "tokens",
-            "time",
-            "signal",
-            "Spearman",
-            "AUC",
-            "within",
-            "within, same",
-            "accuracy",
-            "base rate",
-        ]
-    ]
+def by_length(results: dict) -> str:
+    columns = ("Spearman", "AUC", "within", "within, same", "accuracy", "base rate")
+    keys = ("spearman", "auc", "auc_within", "auc_within_same", "accuracy", "base_rate")
+    rows = [["L", "beyond", "tokens", "time", "signal", *columns]]
     for length, cost in results["costs"].items():
+        known = [f"**{length}**", *(f"{cost[key]:.0%}" for key in ("reached", "tokens", "time"))]
         for name, cells in results["lengths"][length].items():
-            known = [f"**{length}**", *(f"{cost[key]:.0%}" for key in ("reached", "tokens", "time"))]
-            rows.append([
-                *(known if name == "head" else [""] * 4),
-                SIGNALS[name],
-                *(cells[key].show() for key in ("spearman", "auc", "auc_within", "auc_within_same", "accuracy")),
-                cells["base_rate"].show() if "base_rate" in cells else "",
-            ])  # fmt: skip
+            rows.append([*known, SIGNALS[name], *(cells[key].show() if key in cells else "" for key in keys)])
+            known = [""] * 4
     rows.append(["*the paper's: 512*", "", "", "", "quality head", "a plateau", "", "", "", "0.824", ""])
-
-    def table(head: str, body: dict[str, dict[str, Spread]]) -> str:
-        columns = list(next(iter(body.values())))
-        return markdown(
-            [[head, *columns], *([name, *(cells[key].show() for key in columns)] for name, cells in body.items())]
-        )
-
-    made = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    return f"""# Quality head and trace confidence (Fig. 2 b–d)
-
-`{results["model"]}`: {results["rollouts"]:,} rollouts of {results["problems"]} problems, {results["right"]:.1%} right, {results["mean_length"]:.1f} tokens
-on average, the run's L_detect {results["detect"]}. Heads are trained from scratch on one half of the problems and judged on the other, both ways,
-for {len(SPLITS)} splits. ± is the standard deviation over these {2 * len(SPLITS)} halves.
-
-## By detection length
-
-"beyond": rollouts that go on after L tokens, which are the ones that are scored. "tokens", "time": of sampling all of it, what it takes to get
-all of them to L. "within": AUC within problems. "within, same": on the rollouts that go on beyond the longest L, so that lengths compare. A
-confidence has no natural threshold: its accuracy is that of the best one on the other half.
-
-{markdown(rows)}
-
-The paper's accuracy is that of Qwen3-1.7B in training (Sec. 5.2); its Fig. 2 (Qwen3-4B) gives no other number in words.
-
-## Calibration at L_detect = {results["detect"]}
-
-On a quarter of the problems that neither head nor posterior has seen; another quarter fills the window. Smoothing α = 1.
-
-{table("posterior", results["calibration"])}
-
-## Which states train the best head
-
-Trained on the states at L_detect, on those of the last token, or on both (`--head-states`), and judged at each. Heads of this table other than the
-run's own have seen half of these problems, {results["problems"] // 2}, and one policy; the run's own saw others, more of them, and all policies on the way.
-
-{table("trained on", results["training_states"])}
-
-Seed {results["seed"]}, splits {", ".join(map(str, SPLITS))}; flags `{" ".join(results["flags"]) or "none"}`; {made["processor"]}, {made["cores"]} cores,
-{versions}; {results["seconds"]:.0f} s.
-"""
+    return markdown(rows)
 
 
-def picture(results: dict, judged: Judged) -> Figure:
-    """head.png: distributions of confidence and score (Fig. 2b), correlation and cost by length (Fig. 2d), calibration."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, ((a, b), (c, d)) = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
-    right = judged.labels.bool()
-    for axes, values, name in ((a, judged.confidence, "mean of H_t"), (b, judged.scores, "quality score s′")):
+def picture(results: dict, sample: Sample, judged: tuple[Tensor, Tensor]) -> Figure:
+    """head.png: distributions of confidence and score (Fig. 2b), correlation and cost by length (2d), calibration."""
+    names = ("mean of H_t", "quality score s′")
+    titles = [f"{name} of right and wrong rollouts at L = {sample.detect}" for name in names]
+    figure, (a, b, c, d) = new_figure(*titles, "by detection length", "calibration on unseen problems", rows=2)
+    found, rows = judged
+    right = sample.labels[rows].bool()
+    for axes, values, name in zip((a, b), (sample.signals["confidence"][sample.detect][rows], found), names):
         edges = torch.linspace(values.min().item(), values.max().item() + 1e-9, 41).tolist()
         for of, color, label in ((right, "tab:green", "right"), (~right, "tab:red", "wrong")):
             axes.hist(values[of].tolist(), edges, density=True, alpha=0.5, color=color, label=label)
-        axes.set(title=f"{name} of right and wrong rollouts at L = {results['detect']}", xlabel=name, ylabel="density")
-    lengths = [int(length) for length in results["lengths"]]
-    for name, color in zip(SIGNALS, ("tab:blue", "tab:green", "tab:orange", "tab:purple"), strict=True):
+        axes.set(xlabel=name, ylabel="density")
+    for name, color in zip(SIGNALS, ("tab:blue", "tab:green", "tab:orange", "tab:purple")):
         for key, style in (("auc_within", "-"), ("spearman", "--")):
-            points = [(n, results["lengths"][n][name][key].mean) for n in results["lengths"]]
-            known = [(int(n), value) for n, value in points if value is not None]
-            c.plot(*zip(*known, strict=True), color=color, linestyle=style, marker=".", label=f"{SIGNALS[name]}, {key}")
+            means = [results["lengths"][str(length)][name][key].mean for length in sample.detections]
+            values = [math.nan if mean is None else mean for mean in means]
+            c.plot(sample.detections, values, style, color=color, marker=".", label=f"{SIGNALS[name]}, {key}")
     for key, style in (("tokens", "-"), ("time", ":")):
         shares = [cost[key] for cost in results["costs"].values()]
-        c.plot(lengths, shares, color="tab:gray", linestyle=style, label=f"share of {key} to get there")
-    c.set(title="by detection length", xlabel="L, tokens")
+        c.plot(sample.detections, shares, style, color="tab:gray", label=f"share of {key} to get there")
+    c.set(xlabel="L, tokens")
     d.plot([0, 1], [0, 1], color="tab:gray", linewidth=0.8)
     for name, points in results["curves"].items():
-        expected = results["calibration"][name]["ECE"].show()
-        q, ratio, _ = zip(*points, strict=True)
-        d.plot(q, ratio, marker=".", label=f"{name}: ECE {expected}")
-    d.set(title="calibration on unseen problems", xlabel="mean q", ylabel="positive ratio")
+        q, ratio, _ = zip(*points)
+        d.plot(q, ratio, marker=".", label=f"{name}: ECE {results['calibration'][name]['ECE'].show()}")
+    d.set(xlabel="mean q", ylabel="positive ratio")
     for axes in (a, b, c, d):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=6 if axes is c else 7)
+        axes.legend(fontsize=7)
     return figure
 
 
 # ------------------------------------------------------------------ the program
 
 
-def checkpoint_to_use() -> Path:
-    """The last one of the newest ARRoL run of bench/runs that ended well; if there is none, of a run of 20 steps, trained now."""
-    runs = ROOT / "bench" / "runs"
-    records = {path: json.loads(path.read_text("utf-8")) for path in runs.glob(f"*/{RECORD}")}
-    well = [path for path, r in records.items() if r["method"] == "GRPO + ARRoL" and r["crash"] is None]
-    for path in sorted(well, key=lambda path: path.stat().st_mtime, reverse=True):
-        if found := checkpoint.complete(path.parent):
-            return found[-1]
-    folder = runs / "head"
-    if not checkpoint.complete(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        flags = f"--steps {STEPS} --baseline-steps 0 --eval-problems 0 --eval-every 0 --output".split()
-        if run_program([str(ROOT / "arrol.py"), *flags, str(folder)], folder, "training", STEPS):
-            sys.exit(f"head.py: training failed: {last_words(folder)}")
-    return checkpoint.complete(folder)[-1]
+def default_model() -> Path:
+    """The last checkpoint of an ARRoL run of bench/runs, which is trained if it is missing."""
+    plan, _ = runs.read_flags(runs.run_parser(__doc__), ["--seeds", "2"])
+    return checkpoint.complete(runs.train(plan, ["GRPO + ARRoL"])["GRPO + ARRoL"][0].folder)[-1]
 
 
-def measure(args: TtsArgs, problems: int) -> tuple[dict, Judged]:
+def measure(args: TtsArgs, problems: int) -> tuple[dict, Sample, tuple[Tensor, Tensor]]:
     """Everything that the tables and the picture show."""
     sampler = Sampler(args)
     sampler.prompts = dict(list(sampler.prompts.items())[:problems])
     with sampler.running():
-        sample, cost = take(sampler, args.n)
+        rollouts = sampler.sample(args.n)
+        candidates = sampler.judge(rollouts)
+        sample, logits = draw_sample(sampler, rollouts)
+        cost = costs(sampler, sample)
     if not sample.reach(sample.detect).any():
         fail(f"--detect-length {sample.detect}: no rollout is longer")
     quality, curves, judged = calibration(sample)
-    return {
+    results = {
         "rollouts": len(sample.labels),
         "problems": len(sample.groups.unique()),
         "right": sample.labels.mean().item(),
         "mean_length": sample.lengths.double().mean().item(),
         "detect": sample.detect,
-        "costs": {str(length): cells for length, cells in zip(sample.detections, cost, strict=True)},
+        "costs": {str(length): cells for length, cells in zip(sample.detections, cost)},
         "lengths": {str(length): at_length(sample, length) for length in sample.detections},
         "calibration": quality,
         "curves": curves,
         "training_states": training_states(sample, sampler.head),
-    }, judged
+        "scored_states": scored_states(candidates, logits),
+    }
+    return results, sample, judged
 
 
 def main() -> None:
-    start = time.perf_counter()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    start, parser = time.perf_counter(), runs.results_parser(__doc__)
     parser.add_argument("--problems", type=int, default=200, help="of the set, the first ones")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", help="folder of the tables")
     own, rest = parser.parse_known_args()
     if own.problems < 4:
         fail(f"--problems {own.problems}: must be at least 4, for head, posterior and judgement")
-    given = any(word == "--model" or word.startswith("--model=") for word in rest)
-    chosen = [] if given else ["--model", str(checkpoint_to_use())]
-    args = parse_tts(["--n", "16", *chosen, *rest])
-    results, judged = measure(args, own.problems)
-    model = Path(args.model)
-    shown = model.relative_to(ROOT) if model.is_absolute() and model.is_relative_to(ROOT) else model
+    args = parse_tts(["--n", "16", *([] if runs.names_model(rest) else ["--model", str(default_model())]), *rest])
+    results, sample, judged = measure(args, own.problems)
     results |= {
-        "model": str(shown).removesuffix("/model"),
+        "model": args.model.removeprefix(f"{runs.ROOT}/").removesuffix("/model"),
         "data": args.data,
         "seed": args.seed,
         "flags": sys.argv[1:],
-        "machine": machine(),
+        "machine": runs.machine(),
         "seconds": round(time.perf_counter() - start, 1),
     }
-    save("head", own.results, results, text(results), picture(results, judged))
+    corners = {"calibration": "posterior", "training_states": "trained on", "scored_states": "state that is scored"}
+    tables = {name: table(corner, results[name]) for name, corner in corners.items() if results[name]}
+    words = {"flags": " ".join(sys.argv[1:]) or "none", "machine": described(results["machine"])}
+    save(
+        "head", own.results, results, picture(results, sample, judged), by_length=by_length(results), **words, **tables
+    )
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
 """Accuracy and speed-up for keep ratios of 0.25, 0.5, 0.75 and 1, which is GRPO (Table 6).
 
-python bench/keep_ratio.py
+python -m bench.keep_ratio
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.runs import Run, command, read_flags, train
-from bench.tables import Estimate, estimates, markdown, measured_on, named, new_figure, pairs, provenance, save, show
+from bench.runs import Run, read_flags, run_parser, train
+from bench.tables import Estimate, estimates, markdown, new_figure, publish, show
 from support.args import fail
 
 METHODS = {0.25: "GRPO + ARRoL, κ = 0.25", 0.5: "GRPO + ARRoL", 0.75: "GRPO + ARRoL, κ = 0.75", 1.0: "GRPO"}
 PAPER = {0.25: (32.46, 2.33), 0.5: (33.34, 1.61), 0.75: (32.68, 1.17), 1.0: (32.36, 1.00)}
-NOTE = """\
-Mean over seeds ± half of the 95% t interval. Accuracy is that of the last evaluation, at equal steps; the difference and the speed-ups are against
-κ = 1 with the same seed. The whole run has the cold start in it. The paper's column is Table 6: Qwen3-1.7B-Base, mean of Math500, MinervaMath and
-OlympiadBench in percent."""
+ROWS = (
+    ("accuracy (avg)", "avg", ".3f", ""),
+    ("difference to κ = 1 (95% interval)", "difference", "+.3f", ""),
+    ("kept of scored rollouts", "keep_ratio", ".3f", ""),
+    ("E[ρ̂(1 − ρ̂)]", "rho_variance", ".3f", ""),
+    ("speed-up of the whole run", "speed-up", ".2f", " ×"),
+    ("speed-up of a step after the cold start", "speed-up of a step", ".2f", " ×"),
+)
 
 
 def against(plain: Run, run: Run) -> dict[str, float]:
-    """Of a run and that of GRPO with the same seed: accuracy, what was kept, and what it changes."""
+    """A run beside that of GRPO with the same seed: accuracy, what was kept, and the speed-ups."""
     return {
         "avg": run.score("avg"),
         "difference": run.score("avg") - plain.score("avg"),
@@ -33,32 +33,22 @@ def against(plain: Run, run: Run) -> dict[str, float]:
     }
 
 
-def table(found: dict[str, dict[str, Estimate]], runs: dict[str, list[Run]]) -> str:
-    rows = [["κ", *(named(f"{k:g}", runs[method]) for k, method in METHODS.items())]]
-    for title, key, form, unit in (
-        ("accuracy (avg)", "avg", ".3f", ""),
-        ("difference to κ = 1 (95% interval)", "difference", "+.3f", ""),
-        ("kept of scored rollouts", "keep_ratio", ".3f", ""),
-        ("E[ρ̂(1 − ρ̂)]", "rho_variance", ".3f", ""),
-        ("speed-up of the whole run", "speed-up", ".2f", " ×"),
-        ("speed-up of a step after the cold start", "speed-up of a step", ".2f", " ×"),
-    ):
-        rows.append([title, *(show(found[str(k)], key, form, unit) for k in METHODS)])
+def table(found: dict[str, dict[str, Estimate]]) -> str:
+    rows = [["κ", *(f"{k:g}" for k in METHODS)]]
+    rows += [[title, *(show(found[str(k)], *cell) for k in METHODS)] for title, *cell in ROWS]
     rows.append(["paper, Table 6: accuracy", *(f"{PAPER[k][0]:.2f}" for k in METHODS)])
     rows.append(["paper, Table 6: speed-up", *(f"{PAPER[k][1]:.2f} ×" for k in METHODS)])
     return markdown(rows)
 
 
 def main() -> None:
-    plan, _ = read_flags(command(__doc__))
+    plan, _ = read_flags(run_parser(__doc__))
     if any(word.split("=")[0] == "--keep-ratio" for word in plan.flags):
         fail("--keep-ratio: this table sets it; leave it out")
     runs = train(plan, list(METHODS.values()))
-    plain = runs[METHODS[1.0]]
-    found = {str(k): estimates([against(a, b) for a, b in pairs(plain, runs[m])]) for k, m in METHODS.items()}
-    results = provenance(runs, plan) | {"keep_ratios": found, "paper": PAPER}
+    found = {str(k): estimates(map(against, runs["GRPO"], runs[method])) for k, method in METHODS.items()}
     figure, panels = new_figure("accuracy at equal steps", "speed-up of the whole run")
-    for axes, key in zip(panels, ("avg", "speed-up"), strict=True):
+    for axes, key in zip(panels, ("avg", "speed-up")):
         known = {k: found[str(k)][key] for k in METHODS if key in found[str(k)]}
         for k, one in known.items():
             axes.plot([k] * len(one.values), one.values, ".", color="tab:blue", alpha=0.4)
@@ -66,8 +56,7 @@ def main() -> None:
         axes.set(xlabel="κ")
     panels[1].plot(list(PAPER), [speedup for _, speedup in PAPER.values()], "--", color="gray", label="paper")
     panels[1].legend()
-    text = f"## Keep ratio (Table 6)\n\n{table(found, runs)}\n\n{NOTE}\n\n{measured_on(results)}"
-    save("keep_ratio", plan.results, results, text, figure)
+    publish("keep_ratio", plan, runs, {"keep_ratios": found, "paper": PAPER}, figure, table=table(found))
 
 
 if __name__ == "__main__":

@@ -1,43 +1,39 @@
-"""GPU memory per rank and phase, computed from configs and flags by memory.py: no GPU, no weights, no download.
+"""GPU memory per rank and phase, from configs and flags by support/memory.py: no GPU, no weights, no download.
 
-    python bench/memory.py                              four models on three machines, with the defaults of arrol.py
-    python bench/memory.py --token-budget 16384 --markdown memory.md
-    python bench/memory.py --model Qwen/Qwen3-14B-Base  another one: a folder, or a hub id, of which the config is loaded
+    python -m bench.memory                              four models on three machines, with the defaults of arrol.py
+    python -m bench.memory --token-budget 16384
+    python -m bench.memory --model Qwen/Qwen3-14B-Base  another one: a folder, or a hub id
 
-Any flag of arrol.py goes too. What is assumed is listed in memory.py.
+Any flag of arrol.py goes too. What is assumed is listed in support/memory.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import sys
-from pathlib import Path
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.tables import markdown
 from support.args import TINY, Args, parse
-from support.memory import Estimate, estimate, first_misfit, shape
+from support.memory import estimate, first_misfit, shape
 
-_QWEN3 = dict(vocab_size=151_936, num_key_value_heads=8, head_dim=128)
-_LLAMA = dict(vocab_size=128_256, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True)
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=151_936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
 # The published config.json, as far as sizes go.
 MODELS: dict[str, PretrainedConfig] = {
-    "Qwen3-1.7B-Base": Qwen3Config(
-        **_QWEN3, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "Qwen3-4B-Base": Qwen3Config(
-        **_QWEN3, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-        tie_word_embeddings=True,
-    ),
-    "Qwen3-8B-Base": Qwen3Config(
-        **_QWEN3, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
-        tie_word_embeddings=False,
-    ),
+    "Qwen3-1.7B-Base": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen3-4B-Base": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen3-8B-Base": _qwen3(4096, 12_288, 36, 32, tied=False),
     "Llama-3.2-1B": LlamaConfig(
-        **_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 # Ranks and bytes per GPU. CUDA reports about 79.2 GiB of an 80 GB card and 94.5 GiB of a GH200's 96 GB.
@@ -53,19 +49,9 @@ HEADER = (
 )  # fmt: skip
 
 
-def row(model: str, machine: str, offload: bool, found: Estimate, misfit: str | None) -> list[str]:
-    """One line of the table; sizes in GB (1e9 bytes) per rank."""
-    parts = (found.weights, found.masters, found.gradients, found.adam, found.activations, found.logits)
-    sizes, phases = (
-        [f"{size / 1e9:.1f}" for size in group]
-        for group in (parts, (*(found.phases[phase] for phase in PHASES), found.host))
-    )
-    return [model, machine, "yes" if offload else "no", *sizes, f"{found.kv_tokens:,}", *phases, misfit or "fits"]
-
-
 def table(models: dict[str, PretrainedConfig], args: Args) -> str:
-    """The Markdown table of `models` on MACHINES, with and without offload."""
-    rows = [list(HEADER), ["---"] * len(HEADER)]
+    """`models` on MACHINES, without and with offload; sizes in GB (1e9 bytes) per rank."""
+    rows = [list(HEADER)]
     for name, config in models.items():
         counted = shape(config)
         for machine, (ranks, device_bytes) in MACHINES.items():
@@ -73,25 +59,26 @@ def table(models: dict[str, PretrainedConfig], args: Args) -> str:
                 flags = copy.copy(args)
                 flags.offload = offload
                 found = estimate(counted, flags, ranks, device_bytes)
-                rows.append(row(name, machine, offload, found, first_misfit(counted, flags, ranks, device_bytes)))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+                sizes = (found.weights, found.masters, found.gradients, found.adam, found.activations, found.logits)
+                phases = (*(found.phases[phase] for phase in PHASES), found.host)
+                cells = [[f"{size / 1e9:.1f}" for size in group] for group in (sizes, phases)]
+                misfit = first_misfit(counted, flags, ranks, device_bytes) or "fits"
+                switch = "yes" if offload else "no"
+                rows.append([name, machine, switch, *cells[0], f"{found.kv_tokens:,}", *cells[1], misfit])
+    return markdown(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id (default: the four of the README)")
-    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     own, rest = parser.parse_known_args()
-    # The defaults of a real model, which is named: without a name, arrol.py's are those of the embedded one.
-    args = parse(["--model", str(own.model or TINY), *rest])
-    text = table({own.model: AutoConfig.from_pretrained(own.model)} if own.model else MODELS, args)
-    caption = (
+    # With any model named, the defaults are those of a real one.
+    args = parse(["--model", own.model or str(TINY), *rest])
+    print(
         f"GB per GPU at --token-budget {args.token_budget:,}, --max-length {args.max_length:,}, --max-num-seqs"
-        f" {args.max_num_seqs} and --gpu-memory-utilization {args.gpu_memory_utilization}"
+        f" {args.max_num_seqs} and --gpu-memory-utilization {args.gpu_memory_utilization}\n"
     )
-    print(f"{caption}\n\n{text}")
-    if own.markdown:
-        own.markdown.write_text(f"{text}\n")
+    print(table({own.model: AutoConfig.from_pretrained(own.model)} if own.model else MODELS, args))
 
 
 if __name__ == "__main__":

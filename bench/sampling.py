@@ -1,50 +1,50 @@
-"""What the extras of sampling cost: token confidence, the last states, a seed for each rollout. Ratios within one run.
+"""What the extras of sampling cost: token confidence, the last states, a seed for each rollout.
 
-    python bench/sampling.py                            the embedded model, 256 in flight, about 4 minutes on 2 CPU cores
-    python bench/sampling.py --model Qwen/Qwen3-1.7B-Base --data math500 --rounds 3
+    python -m bench.sampling                            the embedded model, 256 in flight, 4 minutes on 2 CPU cores
+    python -m bench.sampling --model Qwen/Qwen3-1.7B-Base --data math500 --rounds 3
 
-Each round samples the same prompts once plainly and once with each extra, in an order that rotates; a ratio is the median over rounds of
-seconds with the extra / seconds without it in the same round. Any flag of tts.py goes too.
+Each round samples the same prompts plainly and with each extra, in an order that rotates. A cost is the
+median over rounds of seconds per token against plain sampling in the same round. Any flag of tts.py goes too.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.args import parse_tts
 from support.test_time import Sampler
 
-EXTRAS = ("nothing", "confidence", "last states", "both", "rollout seeds")
+EXTRAS: dict[str, dict[str, bool]] = {
+    "nothing": {},
+    "confidence": {"confidence": True},
+    "last states": {"last_states": True},
+    "both": {"confidence": True, "last_states": True},
+    "rollout seeds": {"rollout_seeds": True},
+}
+# Of each round: seconds, tokens, seconds in the hook.
+Rounds = list[tuple[float, int, float]]
 
 
-def measure(sampler: Sampler, rounds: int) -> dict[str, list[tuple[float, int, float]]]:
-    """Seconds, tokens and seconds in the hook of each kind of sampling, in each round; one unmeasured plain sampling first."""
-    options = {
-        "nothing": {},
-        "confidence": dict(confidence=True),
-        "last states": dict(last_states=True),
-        "both": dict(confidence=True, last_states=True),
-        "rollout seeds": dict(rollout_seeds=True),
-    }
+def measure(sampler: Sampler, rounds: int) -> dict[str, Rounds]:
+    """Each kind of sampling in each round, after an unmeasured plain one."""
     prompts = {group: prompt.token_ids for group, prompt in sampler.prompts.items()}
-    found: dict[str, list[tuple[float, int, float]]] = {name: [] for name in EXTRAS}
-    sampler.engine.generate(prompts, sampler.args.n, sampler.sampling, seed=sampler.args.seed)
+    found: dict[str, Rounds] = {name: [] for name in EXTRAS}
+    engine, n, names = sampler.engine, sampler.args.n, list(EXTRAS)
+    engine.generate(prompts, n, sampler.sampling, seed=sampler.args.seed)
     for turn in range(rounds):
-        for name in EXTRAS[turn % len(EXTRAS) :] + EXTRAS[: turn % len(EXTRAS)]:
-            rollouts = sampler.engine.generate(prompts, sampler.args.n, sampler.sampling, seed=turn, **options[name])
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            rollouts = engine.generate(prompts, n, sampler.sampling, seed=turn, **EXTRAS[name])
             tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-            found[name].append((sampler.engine.step_seconds, tokens, sampler.engine.hook_seconds))
-            print(f"round {turn + 1}/{rounds}  {name:14s} {found[name][-1][0]:.2f} s", flush=True)
+            found[name].append((engine.step_seconds, tokens, engine.hook_seconds))
+            print(f"round {turn + 1}/{rounds}  {name:14s} {engine.step_seconds:.2f} s", flush=True)
     return found
 
 
-def table(found: dict[str, list[tuple[float, int, float]]]) -> str:
-    """Medians of seconds per token against plain sampling, with the quartiles (other seeds sample other numbers of tokens); and the hook's share
-    of the time, which on a CPU is what confidence and states cost, without the noise of two measurements."""
+def table(found: dict[str, Rounds]) -> str:
+    """Costs with their quartiles; and the hook's share of the time, which on a CPU is what confidence and states
+    cost, without the noise of two measurements."""
     plain = [seconds / tokens for seconds, tokens, _ in found["nothing"]]
     lines = [f"{'extra':14s}  tokens/s   cost (median, quartiles of {len(plain)} rounds)   in the hook"]
     for name, rounds in found.items():
@@ -61,8 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21, help="how often each kind is measured")
     own, rest = parser.parse_known_args()
     with Sampler(parse_tts(["--n", "2", *rest])).running() as sampler:
-        found = measure(sampler, own.rounds)
-    print(table(found))
+        print(table(measure(sampler, own.rounds)))
 
 
 if __name__ == "__main__":

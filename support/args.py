@@ -117,11 +117,6 @@ class TtsArgs(SamplingArgs):
     trained_on: str = flag("", "training set (as --dataset of arrol.py): count the problems that are in it")
     gpu_memory_utilization: float = flag(0.9, "share of the GPU that vLLM may use", "(0, 1)")
 
-    @property
-    def window(self) -> int:
-        """Tokens of DeepConf's sliding window: 2,048, or a 32nd of a `max_length` below 8,192."""
-        return 2048 if self.max_length >= 8192 else max(1, self.max_length // 32)
-
 
 EMBEDDED = {spec.name: spec.metadata["tiny"] for spec in fields(Args) if spec.metadata["tiny"] is not None}
 FROM_RUN = "max_prompt max_length instruction thinking temperature detect_length max_num_seqs kv_cache_gb".split()
@@ -157,9 +152,8 @@ def parse_tts(argv: list[str]) -> TtsArgs:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         fail("it knows one process only; start it without torchrun")
     model = Path(given["model"])
-    run, head = EMBEDDED if model == TINY else {}, model / "quality_head.safetensors"
-    if model == TINY:  # vLLM would take a file beside the model's for weights
-        head = TINY / "head" / head.name
+    run, folder = (EMBEDDED, TINY / "head") if model == TINY else ({}, model)
+    head = folder / "quality_head.safetensors"
     if (model / "model" / "config.json").is_file():  # a checkpoint of arrol.py
         run = saved_flags(model.parent) if (model.parent / "args.json").is_file() else {}
         given["model"] = str(model / "model")
@@ -181,8 +175,7 @@ def command_line(argv: list[str], settings: type, program: str, description: str
     parser.error = fail
     for spec in fields(settings):
         notes = {"in": spec.metadata["allowed"], "default": spec.default, "embedded model": spec.metadata["tiny"]}
-        notes = [f"{key} {value}" for key, value in notes.items() if value not in ("", None)]
-        text = "; ".join([spec.metadata["help"], *notes]).replace("%", "%%")
+        text = "; ".join([spec.metadata["help"], *(f"{k} {v}" for k, v in notes.items() if v not in ("", None))])
         kind = {"bool": {"action": argparse.BooleanOptionalAction}, "tuple[str, ...]": {"nargs": "*"}}
         options = kind.get(spec.type, {"type": TYPES[spec.type][0]})
         parser.add_argument("--" + spec.name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **options)

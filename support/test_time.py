@@ -110,7 +110,9 @@ class Sampler:
         spelling = {c: tts.representative(answers, classes, c) for c in set(classes) - {None}}
         right = {c for c, answer in spelling.items() if verdicts[answer] == "right"}
         traces, logprobs = [r.confidences for r in rollouts], [r.logprobs for r in rollouts]
-        signals = tts.trace_signals(traces, logprobs, self.args.window, self.vocabulary)
+        # DeepConf's 2,048 tokens, fewer where responses are shorter.
+        window = 2048 if self.args.max_length >= 8192 else max(1, self.args.max_length // 32)
+        signals = tts.trace_signals(traces, logprobs, window, self.vocabulary)
         if self.head is not None:
             signals["head"] = self.head(torch.stack([r.last_state for r in rollouts])).tolist() if rollouts else []
         signals = {name: _finite(values) for name, values in signals.items()}

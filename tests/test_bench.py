@@ -1,4 +1,6 @@
-"""The tables of bench/: what they make of runs whose numbers are known, and of runs that are there already or crashed."""
+"""The tables of bench/: what they make of runs whose numbers are known, and of runs that are there
+already or fail.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import accuracy, convergence, keep_ratio, pruning, report, speed
-from bench.runs import Plan, Run, command, interpolate, load, read_flags, scores, train
-from bench.tables import estimate, estimates, named, pairs, provenance, save
+from bench.runs import Plan, Run, interpolate, load, read_flags, run_parser, scores, train
+from bench.tables import estimate, estimates, new_figure, publish
 from support.args import parse
 
+MACHINE = {"processor": "abacus", "cores": 2, "versions": {"torch": "2"}}
 rewards_and_count = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=8).flatmap(
     lambda rewards: st.tuples(st.just(rewards), st.integers(1, len(rewards)))
 )
 
 
 def run_of(method: str, seed: int, seconds: float, scores_at: list[float], rewards: list[float] | None = None) -> Run:
-    """A run of 4 steps of equal length, the first without pruning, evaluated before it and after every other step."""
+    """A run of 4 steps of equal length, the first without pruning, evaluated before it and after
+    every other step.
+    """
     rewards = rewards or [0.5] * 4
     lines: list[dict] = [{"step": 0, "eval/held-out/avg@16": scores_at[0]}]
     for step in range(1, 5):
@@ -41,28 +46,24 @@ def run_of(method: str, seed: int, seconds: float, scores_at: list[float], rewar
         if step % 2 == 0:
             line["eval/held-out/avg@16"] = scores_at[step // 2]
         lines.append(line)
-    record = {"method": method, "seed": seed, "crash": None, "seconds": seconds, "machine": {}, "code": "abc"}
+    record = {"method": method, "seed": seed, "seconds": seconds, "machine": MACHINE, "code": "abc"}
     return Run(method, seed, Path("nowhere"), {"cold_start": 1}, lines, record)
-
-
-def crash(run: Run) -> Run:
-    return dataclasses.replace(run, record=run.record | {"crash": {"status": 1, "step": 2, "error": "no memory"}})
 
 
 # ------------------------------------------------------------------ numbers
 
 
 def test_interval_is_students_t_of_the_paired_differences() -> None:
-    """Differences 1, 2, 3: mean 2, standard error 1 / √3, t(2) = 4.303. Pairing takes what a seed does to both methods out."""
+    """Differences 1, 2, 3: mean 2, standard error 1 / √3, t(2) = 4.303. Pairing takes what a seed
+    does to both methods out.
+    """
     first = [run_of("GRPO", seed, 100.0, [0.0, 0.0, 10.0 * seed]) for seed in range(3)]
     second = [run_of("GRPO + ARRoL", seed, 100.0, [0.0, 0.0, 11.0 * seed + 1.0]) for seed in range(3)]
-    found = estimate([b.score("avg") - a.score("avg") for a, b in pairs(first, second)])
+    found = estimate([b.score("avg") - a.score("avg") for a, b in zip(first, second)])
     assert (found.mean, found.high) == (2.0, pytest.approx(2.0 + 4.303 / math.sqrt(3)))
     assert found.low == pytest.approx(2.0 - 4.303 / math.sqrt(3))
     assert found.show("+.1f") == "+2.0 (−0.5 to +4.5)" and found.show(".1f") == "2.0 ± 2.5"
     assert estimate([0.7]).show() == "0.700"  # one seed has no interval
-    with pytest.raises(ValueError, match="no pair"):
-        pairs(first, second[::-1])
 
 
 def test_a_score_is_the_mean_over_sets_that_have_it() -> None:
@@ -87,7 +88,9 @@ def test_equal_time_lies_on_the_line_between_two_evaluations() -> None:
 
 @pytest.mark.parametrize(("seconds", "plain_at", "pruned_at"), [(50.0, 0.6, 0.9), (200.0, 0.7, 0.75)])
 def test_equal_time_is_when_the_faster_run_ended(seconds: float, plain_at: float, pruned_at: float) -> None:
-    """GRPO: 0.5, 0.6 after 50 s, 0.7 after 100 s. ARRoL ends with 0.9 after 50 s, or is half as fast: then it had 0.75 after 100 s."""
+    """GRPO: 0.5, 0.6 after 50 s, 0.7 after 100 s. ARRoL ends with 0.9 after 50 s, or is half as
+    fast: then it had 0.75 after 100 s.
+    """
     plain = run_of("GRPO", 0, 100.0, [0.5, 0.6, 0.7])
     pruned = run_of("GRPO + ARRoL", 0, seconds, [0.5, 0.75, 0.9])
     found = accuracy.compare(plain, pruned)
@@ -105,8 +108,9 @@ def test_keep_ratios_leave_the_cold_start_out_of_what_was_kept() -> None:
 
 
 def test_convergence_is_the_time_to_the_last_reward_of_grpo() -> None:
-    """Smoothed over 5 steps, at their beginnings: GRPO 0.3, 0.4, 0.4, 0.467 at 0, 25, 50, 75 s; the other is at 0.5 at 20 s; one at
-    0.1 never is."""
+    """Smoothed over 5 steps, at their beginnings: GRPO 0.3, 0.4, 0.4, 0.467 at 0, 25, 50, 75 s; the
+    other is at 0.5 at 20 s; one at 0.1 never is.
+    """
     plain = run_of("GRPO", 0, 100.0, [0, 0, 0], [0.2, 0.2, 0.5, 0.7])
     quick = run_of("GRPO + ARRoL", 0, 80.0, [0, 0, 0], [0.2, 0.2, 0.7, 0.9])
     never = run_of("GRPO + random", 0, 80.0, [0, 0, 0], [0.1] * 4)
@@ -124,12 +128,14 @@ def test_convergence_is_the_time_to_the_last_reward_of_grpo() -> None:
 @given(rewards_and_count)
 @settings(max_examples=60, deadline=None)
 def test_selectors_against_all_subsets(group: tuple[list[float], int]) -> None:
-    """PODS reaches the largest variance of all subsets. CPPO's least advantage is no smaller than any that it left out."""
+    """PODS reaches the largest variance of all subsets. CPPO's least advantage is no smaller than
+    any that it left out.
+    """
     rewards, count = group
-    every = [[rewards[i] for i in chosen] for chosen in itertools.combinations(range(len(rewards)), count)]
+    subsets = [[rewards[i] for i in chosen] for chosen in itertools.combinations(range(len(rewards)), count)]
     chosen = pruning.pods(rewards, count)
     assert len(set(chosen)) == count
-    assert statistics.pvariance([rewards[i] for i in chosen]) == max(map(statistics.pvariance, every))
+    assert statistics.pvariance([rewards[i] for i in chosen]) == max(map(statistics.pvariance, subsets))
     kept, mean = pruning.cppo(rewards, count), statistics.fmean(rewards)
     left = [abs(rewards[i] - mean) for i in range(len(rewards)) if i not in kept]
     assert len(set(kept)) == count and min(abs(rewards[i] - mean) for i in kept) >= max(left, default=0.0)
@@ -149,8 +155,9 @@ def scored(folder: Path, rows: list[dict], cold_start: int = 1) -> Run:
 
 
 def test_selectors_see_complete_groups_after_the_cold_start(tmp_path: Path) -> None:
-    """A group with a rollout that was not judged (a timeout) is no complete group; the cold start is left out. One that was not scored
-    survives under every rule."""
+    """A group with a rollout that was not judged (a timeout) is no complete group; the cold start
+    is left out. One that was not scored survives under every rule.
+    """
 
     def row(step: int, group: int, verdict: str) -> dict:
         return {"step": step, "group": group, "verdict": verdict, "score": None if verdict == "no answer" else 0.5}
@@ -165,8 +172,10 @@ def test_selectors_see_complete_groups_after_the_cold_start(tmp_path: Path) -> N
 
 
 def test_rules_on_the_same_rollouts(tmp_path: Path) -> None:
-    """Groups of 16 with 4 right and a head that tells which: ARRoL evens them out, more so if it may steer harder; Eq. 2 as printed
-    takes the right ones away; PODS is as even as 8 of them can be."""
+    """Groups of 16 with 4 right and a head that tells which: ARRoL evens them out, more so if it
+    may steer harder; Eq. 2 as printed takes the right ones away; PODS is as even as 8 of them can
+    be.
+    """
     rows = [
         {"step": step, "group": 4 * step + g, "verdict": "right" if i < 4 else "wrong", "score": 0.7 if i < 4 else 0.3}
         for step in range(1, 7)
@@ -185,7 +194,9 @@ def test_rules_on_the_same_rollouts(tmp_path: Path) -> None:
 
 
 def test_speed_limits_follow_from_token_counts() -> None:
-    """Half of the tokens at half of the time: the whole of what the counts allow, in each phase and in the step."""
+    """Half of the tokens at half of the time: the whole of what the counts allow, in each phase and
+    in the step.
+    """
     times = {"generate": 4.0, "logprob": 2.0, "update": 2.0, "grade": 0.0, "head": 0.0, "sync": 0.0, "step": 8.0}
     plain = {f"time_{name}": seconds for name, seconds in times.items()}
     plain |= {"tokens_generated": 800, "tokens_trained": 800, "rollouts": 40, "pruned": 0}
@@ -201,28 +212,15 @@ def test_speed_limits_follow_from_token_counts() -> None:
 
 
 def plan_in(folder: Path, *flags: str) -> Plan:
-    small = (
-        "--steps",
-        "1",
-        "--prompts",
-        "2",
-        "--group-size",
-        "2",
-        "--cold-start",
-        "0",
-        "--eval-problems",
-        "2",
-        "--eval-n",
-        "1",
-    )
+    small = "--steps 1 --prompts 2 --group-size 2 --cold-start 0 --eval-problems 2 --eval-n 1".split()
     own = ("--seeds", "0", "--runs", str(folder), "--results", str(folder))
-    return read_flags(command("test"), [*own, *small, *flags])[0]
+    return read_flags(run_parser("test"), [*own, *small, *flags])[0]
 
 
 def test_a_run_that_ended_is_used_again(tmp_path: Path) -> None:
     plan = plan_in(tmp_path)
     (first,) = train(plan, ["GRPO"])["GRPO"]
-    assert not first.crashed and [line["step"] for line in first.lines] == [0, 1]
+    assert [line["step"] for line in first.lines] == [0, 1] and load(first.folder) == first
     assert first.args["prune"] == "none" and (first.folder / "checkpoint-1").is_dir()
     before = (first.folder / "metrics.jsonl").stat().st_mtime_ns
     (again,) = train(plan, ["GRPO"])["GRPO"]
@@ -231,17 +229,14 @@ def test_a_run_that_ended_is_used_again(tmp_path: Path) -> None:
     assert plan.folder("GRPO + ARRoL", 0)[0] != first.folder != plan.folder("GRPO", 1)[0]
 
 
-def test_a_run_that_crashed_stays_crashed_and_every_table_says_so(tmp_path: Path) -> None:
-    """A limit on the gap between sampler and trainer that rounding exceeds ends the run in its first step."""
+def test_a_run_that_fails_ends_the_table(tmp_path: Path) -> None:
+    """A limit on the gap between sampler and trainer that rounding exceeds ends the run in its
+    first step: no number of it enters a mean, and the same command trains it again.
+    """
     plan = plan_in(tmp_path, "--max-gap", "1e-12")
-    runs = train(plan, ["GRPO"])
-    (run,) = runs["GRPO"]
-    assert run.crashed and run.record["crash"]["status"] == 1 and "the limits are 1e-11 and 1e-12" in run.record["crash"]["error"]
-    assert str(tmp_path) not in run.record["crash"]["error"]  # it goes into a page that others read
-    assert named("GRPO", runs["GRPO"]) == "GRPO (seed 0 **crashed** at step 0)"
-    before = (run.folder / "run.json").stat().st_mtime_ns
-    assert train(plan, ["GRPO"])["GRPO"] == [run] and (run.folder / "run.json").stat().st_mtime_ns == before
-    assert provenance(runs, plan)["crashed"][0]["seed"] == 0 and load(run.folder) == run
+    with pytest.raises(SystemExit, match="GRPO, seed 0: arrol.py ended with status 1, see .*output.log"):
+        train(plan, ["GRPO"])
+    assert not (plan.folder("GRPO", 0)[0] / "run.json").exists()
 
 
 def test_a_run_shorter_than_its_cold_start_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,44 +245,55 @@ def test_a_run_shorter_than_its_cold_start_is_refused(tmp_path: Path, capsys: py
     assert "--cold-start 1, after which pruning begins" in capsys.readouterr().err
 
 
-def test_a_crash_leaves_no_number_in_a_mean(tmp_path: Path) -> None:
-    """Its seed drops out of both columns; where all crashed, there is a dash and no table fails."""
-    plain = [run_of("GRPO", seed, 100.0, [0.5, 0.6, 0.7]) for seed in (0, 1)]
-    pruned = [run_of("GRPO + ARRoL", seed, 50.0, [0.5, 0.6, 0.8 + seed]) for seed in (0, 1)]
-    runs = {"GRPO": plain, "GRPO + ARRoL": [pruned[0], crash(pruned[1])]}
-    runs |= {"DAPO": [crash(run) for run in plain], "DAPO + ARRoL": pruned}
-    found = {
-        a: estimates([accuracy.compare(*pair) for pair in pairs(runs[a], runs[b])]) for a, b in accuracy.PAIRS.items()
+def test_tables_of_runs(tmp_path: Path) -> None:
+    """Means over seeds stand in the rows of their methods, differences and speed-ups in a row of
+    their own.
+    """
+    runs = {
+        method: [run_of(method, seed, seconds, [0.5, 0.6, last + 0.1 * seed]) for seed in (0, 1)]
+        for method, seconds, last in (("GRPO", 100.0, 0.7), ("GRPO + ARRoL", 50.0, 0.8))
     }
-    assert found["GRPO"]["avg, equal steps, pruned"].values == [0.8]
-    text = accuracy.table(found, runs, 16)
-    assert "GRPO + ARRoL (seed 1 **crashed** at step 2) | 0.800" in text
-    assert "DAPO (seed 0 **crashed** at step 2, seed 1 **crashed** at step 2) | – |" in text
+    runs |= {"DAPO": runs["GRPO"], "DAPO + ARRoL": runs["GRPO + ARRoL"]}
+    found = {a: estimates(map(accuracy.compare, runs[a], runs[b])) for a, b in accuracy.PAIRS.items()}
+    text = accuracy.table(found, 16)
+    assert "| GRPO + ARRoL | 0.850 ± 0.635 | – | – | 0.850 ± 0.635 | – | 50 ± 0 |" in text
+    assert "| **difference, DAPO** (95% interval) | +0.100 (+0.100 to +0.100) |" in text and "| 2.00 ± 0.00 × |" in text
+
+
+def test_a_table_is_published_with_its_text_and_what_it_was_measured_on(tmp_path: Path) -> None:
+    """Numbers go to the JSON; bench/notes has the words; no brace of them is left."""
+    runs = {m: [run_of(m, seed, 80.0, [0.5, 0.7, 0.8]) for seed in (0, 1)] for m in ("GRPO", "GRPO + ARRoL")}
+    figure, _ = new_figure("one panel")
+    plan, found = Plan([0, 1], ["--steps", "4"], tmp_path, tmp_path), {"smoothed_over_steps": 5}
+    publish("convergence", plan, runs, found, figure, table=convergence.table(convergence.compare(runs)))
+    text, results = ((tmp_path / f"convergence.{kind}").read_text() for kind in ("md", "json"))
+    assert (
+        text.startswith("## Convergence")
+        and "rewards are means of 5 steps" in text
+        and "| GRPO + ARRoL | 80 ± 0 |" in text
+    )
+    assert "Seeds 0, 1; flags of all methods `--steps 4`; abacus, 2 cores, torch 2; code abc; 320 s of runs" in text
+    assert (
+        json.loads(results)["seconds_of_runs"] == 320.0 and "{" not in text and (tmp_path / "convergence.png").exists()
+    )
 
 
 # ------------------------------------------------------------------ the page
 
 
 def test_the_page_says_differences_first_then_targets_then_tables(tmp_path: Path) -> None:
+    def leave(name: str, results: dict, text: str) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps(results))
+        (tmp_path / f"{name}.md").write_text(text)
+
     gain = {"mean": 0.01, "low": -0.005, "high": 0.025}
-    pair = {
-        "avg, equal steps, difference": gain,
-        "avg, equal time, difference": {"mean": -0.1, "low": -0.2, "high": 0.0},
-    }
-    save("accuracy", tmp_path, {"pairs": {"GRPO": pair}, "crashed": []}, "## Accuracy\n\n| a |")
-    bad = {"method": "GRPO", "seed": 1, "step": 3, "error": "no memory"}
-    phases = {"step": {"ratio": {"mean": 1.7, "low": 1.65, "high": 1.75}}}
-    save("speed", tmp_path, {"phases": phases, "crashed": [bad]}, "# Time\n\n## By phase")
+    loss = {"mean": -0.1, "low": -0.2, "high": 0.0}
+    pair = {"avg, equal steps, difference": gain, "avg, equal time, difference": loss}
+    leave("accuracy", {"pairs": {"GRPO": pair}}, "## Accuracy\n\n| a |")
+    leave("speed", {"phases": {"step": {"ratio": {"mean": 1.7, "low": 1.65, "high": 1.75}}}}, "# Time\n\n## By phase")
     (tmp_path / "differences.md").write_text("Voting did not help.\n")
     text = report.assemble(tmp_path)
-    order = [
-        "Voting did not help.",
-        "## Targets",
-        "seed 1, after step 3: no memory",
-        "## Accuracy",
-        "## Time",
-        "### By phase",
-    ]
+    order = ["Voting did not help.", "## Targets", "## Accuracy", "## Time", "### By phase"]
     assert sorted(order, key=text.index) == order
     assert "at least 0 | +0.010 (−0.005 to +0.025) | **met** by the mean; the interval holds less, too |" in text
     assert "equal time, above 0 | −0.100 (−0.200 to +0.000) | **not met**, though the interval reaches it |" in text

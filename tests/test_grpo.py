@@ -97,10 +97,12 @@ def watch_gradients(learner: Learner) -> list[list[Tensor]]:
     return seen
 
 
-def dense_logprobs(model: PreTrainedModel, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def dense_logprobs(
+    model: PreTrainedModel, sample: Sample, temperature: float = 1.0, vocabulary: int = VOCAB
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies the plain way: one row, all logits, log_softmax."""
     ids = torch.tensor([sample.prompt_ids + sample.response_ids])
-    logprobs = F.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature, dim=-1)
+    logprobs = F.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1, :vocabulary] / temperature, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0], entropy
 
@@ -319,6 +321,32 @@ def test_training_at_temperature_zero_is_refused(temperature: float) -> None:
         Policy(make_model(), temperature)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_ids_beyond_the_vocabulary_have_probability_zero(tied: bool) -> None:
+    """vllm#13175, verl#1398: lm_head has 50 rows and the tokenizer 43 ids. Log-probs, entropies and
+    gradients are those of a softmax over 43, and no row beyond gets a gradient as an output."""
+    samples, model = make_samples(5, vocab=43), make_model(tied=tied)
+    logprobs, entropies = (
+        torch.cat(values) for values in zip(*(dense_logprobs(model, s, 0.7, vocabulary=43) for s in samples))
+    )
+    parameters, share = list(model.parameters()), torch.linspace(-1, 1, len(logprobs))
+    expected = torch.autograd.grad((logprobs * share).sum(), parameters)
+    own, entropy = Policy(model, 0.7, 7, vocabulary=43)(*pad(samples))
+    torch.testing.assert_close(own, logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, entropies, atol=1e-5, rtol=0)
+    for ours, theirs in zip(torch.autograd.grad((own * share).sum(), parameters), expected):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert model.lm_head.weight[43:].abs().sum() > 0 and (own - Policy(model, 0.7)(*pad(samples))[0]).min() > 1e-3
+
+
+def test_a_sampled_id_beyond_the_vocabulary_is_a_gap() -> None:
+    """A sampler that does not mask them has another distribution than the trainer."""
+    learner = make_learner(Policy(make_model(), 1.0, vocabulary=43))
+    for response in ([44], [3, 49, 2]):
+        with pytest.raises(SamplerGapError, match="up to inf nats"):
+            learner.update([Sample([1], response, 1.0, [-4.0] * len(response))], max_gap=100.0)
+
+
 # Losses
 
 
@@ -406,6 +434,27 @@ def test_one_token_against_nine(algo: str, expected: float, budget: int) -> None
     assert learner.update(samples, NO_LIMIT)["loss"] == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.parametrize("algo", ["grpo", "dapo"])
+@pytest.mark.parametrize("rewards", [[1.0], [0.0], [1.0, 1.0]])
+def test_responses_without_signal_count_in_the_mean(algo: str, rewards: list[float]) -> None:
+    """A group of one survivor counts as any group of equal rewards does: a response right and one
+    wrong, of three tokens together, and a group without signal, of five tokens. Its responses have
+    advantage 0 and shrink the others' gradient to 2 / 3 (2 / 4), its tokens to 3 / 8."""
+    group = [Sample([1], [2, 3], 0.7, [-4.0] * 2), Sample([1], [4], -0.7, [-4.0])]
+    advantages = group_advantages(torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.int64)).tolist()
+    lengths = [5] if len(rewards) == 1 else [2, 3]
+    quiet = [Sample([5], [6] * n, a, [-4.0] * n) for n, a in zip(lengths, advantages)]
+    gradients = []
+    for samples in (group, group + quiet):
+        learner = make_learner(Policy(make_model(), 1.0), LossConfig(algo))
+        seen = watch_gradients(learner)
+        learner.update(samples, NO_LIMIT)
+        gradients.append(seen[0])
+    share = 3 / 8 if algo == "dapo" else 2 / (2 + len(rewards))
+    for alone, beside in zip(*gradients):
+        torch.testing.assert_close(beside, alone * share, atol=1e-6, rtol=1e-5)
+
+
 def test_one_step_needs_no_separate_pass() -> None:
     """With one step the policy is the one that sampled: ratio 1, nothing clipped, no log-prob
     pass."""
@@ -478,14 +527,96 @@ def test_dead_groups_still_feel_the_kl() -> None:
     assert same(frozen, list(reference.parameters())) and all(p.grad is None for p in reference.parameters())
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
-    learner = make_learner(Policy(make_model(), 1.0))
-    learner.update(make_samples(4), NO_LIMIT)
-    before, moments = weights(learner), optimizer_state(learner)
-    metrics = learner.update([Sample([1], [2, 3], math.inf, [-3.0, -3.0])], NO_LIMIT)
+GOOD = [Sample([1], [2, 3], 0.5, [-3.0, -3.0]), Sample([4], [5], -0.5, [-3.0])]
+
+
+def broken_learner(how: str, **changes: object) -> tuple[Learner, list[Sample]]:
+    """A learner that has taken a step, and a batch whose first row breaks the next in that way."""
+    policy, config, reference = Policy(make_model(tied=False), 1.0), LossConfig(), None
+    if how == "loss alone":
+        # Its log-prob of id 49 is -inf, of which k3 is inf and k3's gradient 1.
+        config, reference = LossConfig(beta=0.1), Policy(make_model(tied=False), 1.0, vocabulary=VOCAB - 1)
+    learner = make_learner(policy, config, reference=reference, **changes)
+    learner.update(GOOD, NO_LIMIT)
+    weight = policy.model.model.layers[0].mlp.up_proj.weight
+    value = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "advantage": math.inf, "norm": 1e30}.get(how, 1.0)
+    if how in ("inf", "-inf", "nan"):
+        weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), value))
+    if how == "forward":
+        policy.model.model.norm.register_forward_hook(
+            lambda _, __, states: states.index_fill(1, torch.tensor([0]), math.nan)
+        )
+    advantage = value if how in ("advantage", "norm") else 1.0
+    return learner, [Sample([1], [49], advantage, [-3.0]), *GOOD]
+
+
+BREAKS = ["inf", "-inf", "nan", "advantage", "norm", "loss alone", "forward"]
+
+
+@pytest.mark.parametrize("grad_clip", [1.0, 1e9, math.inf])
+@pytest.mark.parametrize("how", BREAKS)
+def test_what_is_not_finite_changes_nothing(how: str, grad_clip: float) -> None:
+    """A gradient with an infinity or NaN, finite ones whose norm overflows, a loss that is infinite
+    where its gradient is not, and a forward that gives NaN, in one micro-batch of three: weights,
+    moments, schedule as before, bit for bit; and no metric is a number that is none."""
+    learner, samples = broken_learner(how, grad_clip=grad_clip, token_budget=1)
+    before, moments, schedule = weights(learner), optimizer_state(learner), learner.scheduler.state_dict()
+    clip, norms = torch.nn.utils.clip_grad_norm_, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: norms.append(clip(*given)) or norms[-1])
+        metrics = learner.update(samples, max_gap=20.0)
     assert metrics["nonfinite"] == 1 and metrics["optimizer_steps"] == metrics["skipped"] == 0
+    assert norms[0].isfinite() == (how == "loss alone")
     assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
-    assert learner.update(make_samples(4), NO_LIMIT)["optimizer_steps"] == 1
+    assert schedule == learner.scheduler.state_dict()
+    assert all(p.grad is None for p in learner.policy.parameters())
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_an_overflowing_norm_is_of_finite_gradients() -> None:
+    """What "norm" above means."""
+    learner, samples = broken_learner("norm")
+    policy = learner.policy
+    (-1e30 * policy(*pad(samples[:1]))[0]).sum().backward()
+    gradients = [p.grad for p in policy.parameters()]
+    assert (
+        all(g.isfinite().all() for g in gradients) and not torch.stack([g.norm() for g in gradients]).norm().isfinite()
+    )
+
+
+@pytest.mark.parametrize("how", ["advantage", "norm", "loss alone"])
+def test_a_step_that_is_not_taken_leaves_no_trace_in_the_others(how: str) -> None:
+    """Of two steps the second is not finite: the metrics and weights are those of the first
+    alone."""
+    learner, (bad, *good) = broken_learner(how, minibatches=2)
+    alone, _ = broken_learner(how, minibatches=2)
+    # Rows 0 and 2 are the first step; row 1 is the second, which is empty for the other learner.
+    metrics = learner.update([good[0], bad, good[1]], NO_LIMIT)
+    expected = alone.update(good, NO_LIMIT, rows=[0, 2])
+    assert metrics["nonfinite"] == 1 and metrics["optimizer_steps"] == expected["optimizer_steps"] == 1
+    assert same(weights(learner), weights(alone)) and same(optimizer_state(learner), optimizer_state(alone))
+    assert learner.scheduler.state_dict() == alone.scheduler.state_dict()
+    for name in {"loss", "grad_norm", "clip_low", "clip_high", "kl"} & expected.keys():
+        assert metrics[name] == expected[name], name
+
+
+def test_logits_that_are_not_finite_are_no_gap() -> None:
+    """The trainer's own forward is at fault, and not the weight sync, in one token of several; the
+    gap and the entropy are those of the other tokens."""
+    learner, (_, *good) = broken_learner("forward")
+    bad = Sample([1], [2, 3, 4], 1.0, [-3.0, -3.0, -3.0])
+    metrics = learner.update([bad, *good], max_gap=20.0)
+    assert metrics["nonfinite"] == 1 and 0 < metrics["gap_mean"] <= metrics["gap_max"] < 20.0
+    assert 0 < metrics["entropy"] < math.log(VOCAB)
+
+
+@pytest.mark.parametrize("changes", [dict(lr=1e39), dict(lr=1e20, weight_decay=1e30)], ids=["lr", "decay"])
+def test_a_step_that_leaves_weights_that_are_not_finite_ends_the_run(changes: dict) -> None:
+    """Before anybody saves them or samples from them."""
+    learner = make_learner(Policy(make_model(), 1.0), warmup_steps=0, **changes)
+    with pytest.raises(NonFiniteGradients, match="left weights that are not finite"):
+        learner.update(GOOD, NO_LIMIT)
+    assert not all(w.isfinite().all() for w in weights(learner))
 
 
 def test_three_gradients_in_a_row_that_are_not_finite_end_the_run() -> None:
@@ -686,6 +817,24 @@ def test_sharded_checkpoint_resumes_bitwise(one_rank: None, tmp_path: Path) -> N
 SHARES = ((5, 1), (3, 0))
 
 
+def broken_on_rank_1(learner: Learner, how: str, rank: int) -> bool:
+    """Whether a step is refused on this rank, and weights stay, when only rank 1's share breaks
+    it."""
+    learner.minibatches, reference, before = 1, learner.reference, full(learner.policy.parameters())
+    samples = [Sample([1], [49], math.inf if how == "advantage" and rank == 1 else 1.0, [-3.0])]
+    if how == "loss alone":
+        learner.reference = shard(Policy(make_model(), 1.0, vocabulary=VOCAB - 1 + (rank == 0)), CPU)
+    if how == "weights":
+        state = learner.optimizer.state[next(learner.policy.parameters())]
+        state["exp_avg"].to_local().fill_(math.inf if rank == 1 else 0.0)
+        with pytest.raises(NonFiniteGradients, match="left weights"):
+            learner.update(samples, NO_LIMIT)
+        return True
+    metrics = learner.update(samples, NO_LIMIT)
+    learner.reference = reference
+    return metrics["nonfinite"] == 1 and same(before, full(learner.policy.parameters()))
+
+
 def two_ranks(rank: int, folder: str) -> None:
     """One rank of `test_two_ranks_equal_one_process`; leaves what it saw in `folder`."""
     torch.set_num_threads(1)
@@ -707,6 +856,7 @@ def two_ranks(rank: int, folder: str) -> None:
         except SamplerGapError:
             stopped = True
         result = {"gradients": seen[0], "metrics": metrics, "later": later, "stopped": stopped}
+        result["broken"] = [broken_on_rank_1(learner, how, rank) for how in ("advantage", "loss alone", "weights")]
         torch.save(result, f"{folder}/{case}-{rank}.pt")
     try:
         make_learner(Policy(make_model(), 1.0))
@@ -717,7 +867,8 @@ def two_ranks(rank: int, folder: str) -> None:
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     """verl#6176: shares of 5 and 1, and of 3 and 0 rows: nobody hangs, gradients and metrics are
-    those of one process, and a gap that one rank sees stops both."""
+    those of one process; a gap that one rank sees stops both, and what is not finite on one is not
+    taken by either."""
     context = mp.get_context("spawn")
     ranks = [context.Process(target=two_ranks, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in ranks:
@@ -735,7 +886,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
         expected = learner.update(make_samples(sum(shares), seed=case), NO_LIMIT)
         results = [torch.load(tmp_path / f"{case}-{rank}.pt") for rank in range(2)]
         for result in results:
-            assert result["stopped"]
+            assert result["stopped"] and result["broken"] == [True] * 3
             for ours, single in zip(result["gradients"], seen[0]):
                 torch.testing.assert_close(ours, single, atol=1e-6, rtol=1e-5)
             for name in expected.keys() - {"logprob_s", "update_s"}:

@@ -310,9 +310,8 @@ def test_a_checkpoint_brings_its_head_and_the_settings_of_its_run(tmp_path: Path
     )
     args = parse_tts(["--model", str(checkpoint), "--n", "8"])
     assert args.model == str(checkpoint / "model") and args.head == str(checkpoint / "quality_head.safetensors")
-    assert (args.max_length, args.detect_length, args.window, args.seed, args.n) == (300, 7, 300 // 32, 0, 8)
+    assert (args.max_length, args.detect_length, args.seed, args.n) == (300, 7, 0, 8)
     assert parse_tts(["--model", str(checkpoint), "--head", ""]).head == ""
-    assert parse_tts(["--model", str(checkpoint), "--max-length", "8192"]).window == 2048
 
 
 # ------------------------------------------------------------------ the head decides at L_detect
