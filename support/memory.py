@@ -74,7 +74,8 @@ def shape(config: PretrainedConfig) -> Shape:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     total = sum(p.numel() for p in model.parameters())
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+    config = config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(
         parameters=total,
