@@ -38,11 +38,13 @@ from bench.runs import machine, results_parser
 from engine import Engine, Sampling, token_confidence
 from grpo import Learner, LossConfig, Policy, Sample, frozen_logprobs, micro_batches, pad, shard
 from quality_head import QualityHead
-from support import checkpoint, launch
+from support import checkpoint
 from support.args import TINY, Args
 from support.distributed import start_process_group
 from support.grader import Verdict
+from support.launch import open_parts
 from support.memory import CONTEXT, GRAPHS, estimate, shape
+from support.proof import flip
 
 Measures = dict[str, float]
 # Dense bfloat16, from the data sheets. Another GPU has no MFU.
@@ -61,13 +63,9 @@ AT_MOST = {
     "GB taken in night 1": (CONTEXT + GRAPHS) / 1e9,
     "GB taken in night 10": (CONTEXT + GRAPHS) / 1e9 + 0.5,
 }
-
-
-class Lab(SimpleNamespace):
-    """What rows work on: `device`, a `scratch` folder, sizes in tokens. A prompt has 16 responses."""
-
-
-QWEN = dict(hidden=2048, layers=28, vocabulary=151_936, longest=1500, budget=32_768, prompts=32, response=512)
+# What rows work on: `device`, a folder `scratch`, and sizes, in tokens. A prompt has 16 responses.
+Lab = SimpleNamespace
+QWEN = dict(hidden=2048, layers=28, vocabulary=151_936, longest=1500, budget=32_768, prompts=32, response=256)
 SMALL = dict(hidden=64, layers=2, vocabulary=600, longest=60, budget=240, prompts=2, response=24)
 make_learner = functools.partial(Learner, config=LossConfig(), lr=1e-6, warmup_steps=1, weight_decay=0.1, grad_clip=1.0)
 
@@ -77,7 +75,8 @@ def make_model(lab: Lab, seed: int = 0, layers: int = 0) -> PreTrainedModel:
     heads = dict(num_attention_heads=lab.hidden // 128 or 2, num_key_value_heads=lab.hidden // 256 or 1)
     widths = dict(hidden_size=lab.hidden, intermediate_size=3 * lab.hidden, head_dim=min(128, lab.hidden))
     config = Qwen3Config(vocab_size=lab.vocabulary, num_hidden_layers=layers or lab.layers, **widths, **heads)
-    config.tie_word_embeddings, config.bos_token_id, config.eos_token_id = True, None, None
+    # The highest id that the program knows of bounds what is sampled.
+    config.tie_word_embeddings, config.bos_token_id, config.eos_token_id = True, None, lab.vocabulary - 1
     torch.manual_seed(seed)
     with lab.device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -127,8 +126,7 @@ def passes(lab: Lab, count: int, budget: int, checkpointing: bool = True, offloa
     # The first use of a kernel loads it.
     learner.update(samples[-1:], math.inf)
     counted, tokens = shape(policy.model.config), sum(map(len, samples))
-    args = Args(token_budget=budget, max_length=lab.longest, offload=offload)
-    needed = estimate(counted, args, 1, 80 * 2**30).phases
+    needed = estimate(counted, Args(token_budget=budget, max_length=lab.longest, offload=offload), 1, 80 * 2**30).phases
     gpu = torch.cuda.get_device_name() if lab.device.type == "cuda" else ""
     peak_flops = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
     found = {"tokens": float(tokens)}
@@ -204,11 +202,11 @@ def engine_rows(lab: Lab, eager: bool = False, **options: bool) -> Iterator[tupl
     if eager:
         vllm = importlib.import_module("vllm")
         vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)
-    launch.Engine = functools.partial(Engine, **options)
+    importlib.import_module("support.model").Engine = functools.partial(Engine, **options)
     sizes = dict(max_prompt=64, max_length=64 + lab.response, detect_length=lab.response // 4, token_budget=lab.budget)
-    run = dict(prompts=lab.prompts, max_num_seqs=16 * lab.prompts, cold_start=0, gpu_memory_utilization=0.45, lr=1e-4)
+    run = dict(prompts=lab.prompts, max_num_seqs=16 * lab.prompts, cold_start=0, gpu_memory_utilization=0.45)
     args = Args(str(folder), dataset="sums", instruction="", kv_cache_gb=0.5, eval_data=(), **sizes, **run)
-    with launch.open_parts(args) as parts:
+    with open_parts(args) as parts:
         engine, prompts = parts.engine, {i: prompt.token_ids for i, prompt in enumerate(parts.prompts[: lab.prompts])}
         # On the host, so that all that is on the GPU is the engine's.
         weights = load_file(folder / "model.safetensors")
@@ -233,6 +231,8 @@ def engine_rows(lab: Lab, eager: bool = False, **options: bool) -> Iterator[tupl
             metrics, *_ = trainer.step()
             chosen = {key: value for key, value in metrics.items() if key.startswith(("time_", "gap_", "keep_"))}
             yield f"step, {name}", chosen | {"hook, share": engine.hook_seconds / engine.step_seconds}
+        # Another model, of the same shape.
+        flip(trainer.policy)
         engine.wake(trainer.weights())
         rollouts = engine.generate(prompts, 16, Sampling(lab.response, ()), seed=2)
         samples = [Sample(prompts[r.group], r.token_ids, 0.0, r.logprobs) for r in rollouts]
@@ -243,9 +243,9 @@ def sampling(lab: Lab, engine: Engine, prompts: dict[int, list[int]]) -> Measure
     """Tokens per second of vLLM alone, of the engine, and of the engine as tts.py asks it."""
     from vllm import SamplingParams
 
-    requests = [{"prompt_token_ids": ids} for ids in prompts.values() for _ in range(16)]
-    params = functools.partial(SamplingParams, max_tokens=lab.response, ignore_eos=True, detokenize=False)
-    plain = functools.partial(engine.generate, prompts, 16, Sampling(lab.response, ()), seed=1)
+    requests, length = [{"prompt_token_ids": ids} for ids in prompts.values() for _ in range(16)], lab.response // 2
+    params = functools.partial(SamplingParams, max_tokens=length, ignore_eos=True, detokenize=False)
+    plain = functools.partial(engine.generate, prompts, 16, Sampling(length, ()), seed=1)
     plain()
     kinds = {
         "LLM.generate": lambda: engine.llm.generate(requests, params(), use_tqdm=False),
@@ -253,19 +253,19 @@ def sampling(lab: Lab, engine: Engine, prompts: dict[int, list[int]]) -> Measure
         "Engine.generate": plain,
         "with confidence": functools.partial(plain, rollout_seeds=True, last_states=True, confidence=True),
     }
-    return {f"{name} tokens/s": len(requests) * lab.response / timed(work)[0] for name, work in kinds.items()}
+    return {f"{name} tokens/s": len(requests) * length / timed(work)[0] for name, work in kinds.items()}
 
 
 # A suite's rows, and how many seconds each has.
 ROWS: dict[str, dict[str, tuple[int, Callable]]] = {
     "trainer": {
-        "passes": (50, lambda lab: passes(lab, 16 * lab.prompts, lab.budget)),
+        "passes": (60, lambda lab: passes(lab, 16 * lab.prompts, lab.budget)),
         "bfloat16": (35, bfloat16),
-        "no checkpointing": (35, lambda lab: passes(lab, 4 * lab.prompts, lab.budget // 4, checkpointing=False)),
+        "no checkpointing": (30, lambda lab: passes(lab, 4 * lab.prompts, lab.budget // 4, checkpointing=False)),
         "offload": (45, lambda lab: passes(lab, 4 * lab.prompts, lab.budget, offload=True)),
         "float32": (30, float32),
         "head": (15, head),
-        "resume": (30, resume),
+        "resume": (25, resume),
     },
     "engine": {"default": (220, engine_rows), "no CUDA graphs": (70, functools.partial(engine_rows, eager=True))},
 }

@@ -313,19 +313,16 @@ def test_the_complaint_is_a_sentence() -> None:
 
 
 def keywords(source: str, function: str) -> set[str]:
-    """Names of what `source` passes to `function`, those in `dict(…)` variables that are unpacked into the call too."""
-    tree = ast.parse(source)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    given = [k for call in calls if ast.unparse(call.func) == function for k in call.keywords]
+    """Names of what `source` passes to `function`, what it unpacks of variables made by `dict(…)` too."""
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == function]
+    given = [keyword for call in calls for keyword in call.keywords]
     unpacked = {n.id for k in given if k.arg is None for n in ast.walk(k.value) if isinstance(n, ast.Name)}
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) in unpacked
-            and isinstance(node.value, ast.Call)
-        ):
-            given += node.value.keywords
-    return {k.arg for k in given} - {None}
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AugAssign) and isinstance(node.value, ast.Call):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            given += node.value.keywords if ast.unparse(target) in unpacked else []
+    return {keyword.arg for keyword in given} - {None}
 
 
 def fields(file: str, *scopes: str) -> set[str]:
@@ -344,7 +341,7 @@ def test_settings_are_known_to_vllm() -> None:
     """Those for a GPU as well, which an engine on a CPU is never given."""
     source = (ROOT / "engine.py").read_text(encoding="utf-8")
     of_engine, of_sampling = keywords(source, "vllm.LLM"), keywords(source, "SamplingParams")
-    assert {"enable_sleep_mode", "gpu_memory_utilization", "enforce_eager", "logprobs_mode"} <= of_engine
+    assert {"enable_sleep_mode", "enforce_eager", "logprobs_mode", "async_scheduling"} <= of_engine
     assert {"logprobs", "flat_logprobs", "output_kind", "top_k"} <= of_sampling
     known = fields("entrypoints/llm.py", "LLM.__init__") | fields("engine/arg_utils.py", "EngineArgs")
     assert of_engine <= known, f"vLLM {version()} has no {of_engine - known}; tested: {TESTED}"
