@@ -1,9 +1,9 @@
 """What only a GPU can settle: one of 80 GB, no hub and no network. Exits with 1 and names the rows that fail.
 
-    make gpu-check                    both suites, ten minutes
-    python -m bench.gpu trainer       torch from 2.11 and transformers are enough; 4 minutes
-    python -m bench.gpu engine        where vLLM is installed; 6 minutes
-    python -m bench.gpu --rehearse    with a small model on a CPU, to see that all of it runs
+    make gpu-check                        both suites, ten minutes
+    python -m bench.gpu --only trainer    torch from 2.11 and transformers are enough; 4 minutes
+    python -m bench.gpu --only engine     where vLLM is installed; 6 minutes
+    python -m bench.gpu --rehearse        with a small model on a CPU, to see that all of it runs
 
 Each row is a process with a time limit; its numbers go to gpu.jsonl at once. Weights are random, in the shape of
 Qwen3-1.7B, but a token has about 2 nats, as in a trained model: bfloat16 looks better than it is near uniform.
@@ -42,7 +42,7 @@ from support import checkpoint
 from support.args import TINY, Args
 from support.distributed import start_process_group
 from support.grader import Verdict
-from support.launch import open_parts
+from support.launch import open_parts, quiet
 from support.memory import CONTEXT, GRAPHS, estimate, shape
 from support.proof import flip
 
@@ -104,11 +104,10 @@ def differences(policy: Policy, samples: list[Sample], budget: int, device: torc
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of `work`, and the peak of what PyTorch had allocated on the GPU, in GB; without a GPU 0."""
+    """Seconds of `work`, which ends on the host, and the peak of what PyTorch had allocated on the GPU, in GB."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    # All that is timed here ends on the host.
     work()
     return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 1e9
 
@@ -275,6 +274,7 @@ if "async_scheduling" in inspect.signature(Engine).parameters:
 
 def measure(suite: str, row: str, lab: Lab, file: Path) -> None:
     """In a process of its own: print what a row measures, and append it to `file`, a line at once."""
+    quiet(False)
     if suite == "trainer":
         start_process_group()
     found, made = ROWS[suite][row][1](lab), machine()
@@ -305,7 +305,7 @@ def supervise(suite: str, row: str, lab: Lab, file: Path) -> list[str]:
 
 def main() -> None:
     parser = results_parser(__doc__)
-    parser.add_argument("rows", nargs="*", choices=[*ROWS, *ROWS["trainer"], *ROWS["engine"]], help="default: all")
+    parser.add_argument("--only", action="append", choices=[*ROWS, *ROWS["trainer"], *ROWS["engine"]])
     parser.add_argument("--rehearse", action="store_true", help="with a small model on a CPU")
     own = parser.parse_args()
     if own.rehearse:
@@ -318,7 +318,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         lab = Lab(device=device, scratch=Path(scratch), **(SMALL if own.rehearse else QWEN))
         names = [(suite, row) for suite, rows in ROWS.items() for row in rows]
-        for suite, row in (name for name in names if not own.rows or {*name} & {*own.rows}):
+        for suite, row in (name for name in names if not own.only or {*name} & {*own.only}):
             if suite == "engine" and not importlib.util.find_spec("vllm"):
                 print(f"{suite}, {row}: vLLM is not installed")
             else:

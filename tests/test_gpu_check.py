@@ -84,14 +84,14 @@ def test_the_trainer_needs_torch_and_transformers_alone(tmp_path: Path) -> None:
     """On a bare machine vLLM, datasets and math-verify are not there; the engine's rows say so."""
     absent = ["vllm", "datasets", "math_verify", "pandas", "pyarrow", "matplotlib", "hypothesis", "pytest"]
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent}))\n")
-    done, lines = check(tmp_path, "resume", "engine", PYTHONPATH=str(tmp_path))
+    done, lines = check(tmp_path, "--only", "resume", "--only", "engine", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "engine, default: vLLM is not installed" in done.stdout
     assert [(line["row"], line["broken"]) for line in lines] == [("resume", [])]
 
 
 def test_rows_of_an_engine(tmp_path: Path) -> None:
-    done, lines = check(tmp_path, "default")
+    done, lines = check(tmp_path, "--only", "default")
     assert done.returncode == 0, done.stderr[-3000:]
     found = {line["name"]: line["measures"] for line in lines}
     steps = ["step, cold", "step, κ = 1", "step, κ = 0.5", "step, κ = 0.25"]
@@ -140,10 +140,13 @@ def test_a_row_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_fault_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--results", str(tmp_path), "head"])
+    """Of all rows, where none is named."""
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
-    for faults, status in ([], None), (["trainer, head: not done after 15 s"], "trainer, head: not done after 15 s"):
-        monkeypatch.setattr(gpu, "supervise", lambda *arguments, faults=faults: faults)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--results", str(tmp_path)])
+    for faults, status in ({}, None), ({"head": ["head: not done after 15 s"]}, "head: not done after 15 s"):
+        asked = []
+        monkeypatch.setattr(gpu, "supervise", lambda _, row, *rest, f=faults, a=asked: a.append(row) or f.get(row, []))
         with pytest.raises(SystemExit) as ended:
             gpu.main()
         assert ended.value.code == status
+        assert asked == [*gpu.ROWS["trainer"], *gpu.ROWS["engine"]]
