@@ -16,7 +16,7 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from bench.tables import markdown
 from support.args import TINY, Args, parse
-from support.memory import estimate, first_misfit, shape
+from support.memory import Estimate, Shape, first_misfit
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Config:
@@ -53,12 +53,12 @@ def table(models: dict[str, PretrainedConfig], args: Args) -> str:
     """`models` on MACHINES, without and with offload; sizes in GB (1e9 bytes) per rank."""
     rows = [list(HEADER)]
     for name, config in models.items():
-        counted = shape(config)
+        counted = Shape(config)
         for machine, (ranks, device_bytes) in MACHINES.items():
             for offload in (False, True):
                 flags = copy.copy(args)
                 flags.offload = offload
-                found = estimate(counted, flags, ranks, device_bytes)
+                found = Estimate(counted, flags, ranks, device_bytes)
                 sizes = (found.weights, found.masters, found.gradients, found.adam, found.activations, found.logits)
                 phases = (*(found.phases[phase] for phase in PHASES), found.host)
                 cells = [[f"{size / 1e9:.1f}" for size in group] for group in (sizes, phases)]
