@@ -3,43 +3,53 @@
 with Grader(workers=4) as grader:
     verdicts = grader.grade(texts, golds)
 
-Importing this needs the standard library only: the worker processes run this file as a script.
+Importing this needs the standard library only; math-verify runs in processes that can be killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
 import re
-import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import sympy
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BRACES = re.compile(r"\\?\\(?:boxed|fbox)(?![A-Za-z])\s*\{?|\\.|[{}]", re.DOTALL)
+# What a box without braces holds: it begins with a digit, sign, bracket, command or single letter
+# and ends with white space or the formula.
+_UNBRACED = re.compile(
+    r"(?=\.?\d|[-+(\[\\]|[^\x00-\x7f]|[A-Za-z](?![A-Za-z]))(?:\\\{[^{}$\n]*\\\}|[(\[][^()\[\]$\n]*[)\]]"
+    r"|\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+ ?|\\[%,!$]|[^\s\\(){}\[\]$])+"
+)
+# An `Answer:` line, or GSM8K's `#### 42`. Headings are no answers: they have words.
+_NO_WORDS = r"(?:\\[A-Za-z]++|\\[^A-Za-z\n]|(?![^\W\d_])[^\n\\]|[^\W\d_](?![^\W\d_]))++$"
+_ANSWER_LINE = re.compile(
+    r"^[ \t>*_#-]*(?:(?:the )?(?:final )?answer[ \t*_]*[:\uff1a]|(?<=####)(?!#)(?=" + _NO_WORDS + r"))[ \t*_]*(.*)$",
+    re.IGNORECASE | re.MULTILINE,
+)
 
-_ANSWER_LINE = re.compile(r"^[ \t>*_#-]*(?:the )?(?:final )?answer[ \t*_]*[:\uff1a][ \t*_]*(.*)$", re.I | re.M)
-_BOX = re.compile(r"\\(?:boxed|fbox)\b")
-_BRACES = re.compile(r"\\?\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
-_E_NOTATION = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,4})(?![\w.])")
-_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,|,\\!|\{,\}|\\,)[0-9]{3})+(?:\.0*)?")
 
+def _last_box(text: str) -> tuple[str, int]:
+    r"""What the last balanced `\boxed{…}` or `\fbox{…}`, or `\boxed 5`, holds, and where it ends.
 
-def _last_box(text: str) -> str | None:
-    r"""What the last balanced `\boxed{…}` or `\fbox{…}` holds. A box in a box is one. Linear time."""
+    ("", 0) if there is none. A box in a box is one. Linear time.
+    """
+    if (first := text.find("box")) < 0:
+        return "", 0
     # of each open brace: where its command begins, where its content begins
     opened: list[tuple[int, int]] = []
     box = content = (0, 0)
-    for token in _BRACES.finditer(text):
+    for token in _BRACES.finditer(text, max(first - 3, 0)):
         if token[0] == "{":
             opened.append((-1, -1))
         elif token[0] == "}":
@@ -48,13 +58,15 @@ def _last_box(text: str) -> str | None:
                 around = text[start : box[0]] + text[box[1] : token.start()]
                 content = content if start <= box[0] and not around.strip() else (start, token.start())
                 box = (begin, token.end())
-        elif token[0].endswith("{") and token[0] != "\\{":
+        elif len(token[0]) > 2 and token[0].endswith("{"):
             opened.append(token.span())
-    return text[slice(*content)].strip() if box[1] else None
+        elif len(token[0]) > 2 and (bare := _UNBRACED.match(text, token.end())):
+            box, content = (token.start(), bare.end()), bare.span()
+    return text[slice(*content)].strip(), box[1]
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The answer that a response commits itself to: its last balanced box, or else `Answer:` line.
+    r"""The answer that a response commits itself to: its last box, `Answer:` line or `#### 42`.
 
     Thinking does not count, be it finished or not. None if nothing is explicit.
 
@@ -62,38 +74,73 @@ def extract_answer(text: str) -> str | None:
     ('3', None)
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
-    answer = _last_box(text)
-    if answer is None and (lines := _ANSWER_LINE.findall(text)):
-        answer = lines[-1].strip().rstrip("*_").removesuffix(".").rstrip("*_ ")
-        answer = "" if _BOX.search(answer) else answer  # a box that was cut off
-    return _bare(answer or "") or None
+    answer, end = _last_box(text)
+    for line in reversed(_ANSWER_LINE.findall(text, end)):
+        line = line.strip().rstrip("*_").removesuffix(".").rstrip("*_ ")
+        # A box after `end` is one that was cut off.
+        if line and not _BOX.search(line):
+            answer = line
+            break
+    return _bare(answer) or None
 
 
 def _bare(text: str) -> str:
-    """Without the delimiters of inline math around it, and with single spaces."""
+    """Without delimiters of inline math and punctuation around it, and with single spaces."""
+    if text.isalnum():
+        return text
     text = " ".join(text.split())
-    if text.startswith("\\(") and text.endswith("\\)") and text.count("\\(") == 1:
-        text = text[2:-2].strip()
-    inner = text.strip("$").strip()
-    return text if "$" in inner or inner.endswith("\\") else inner
+    # twice, for `$5.$` and `$5$.`
+    for _ in range(2):
+        text = text.rstrip(" ,;:~\\")
+        text = text[:-1] if text.endswith(".") and not text.endswith("..") else text
+        if text.startswith("\\(") and text.endswith("\\)") and text.count("\\(") == 1:
+            text = text[2:-2].strip()
+        inner = text.strip("$").strip()
+        text = text if "$" in inner or inner.endswith("\\") else inner
+    return text
 
 
-def _integer(text: str, grouped: bool = False) -> str | None:
-    """Canonical digits of an integer (`070`, `$70$`, `70.0`; if `grouped` also `1,234`), else None."""
-    text = _bare(text)
-    if grouped and _GROUPED.fullmatch(text):
-        text = re.sub(r"[^0-9.+-]", "", text)
-    match = _INTEGER.fullmatch(text)
-    if match is None:
+_UNICODE = r"""
+− - – - — - ‐ - ‑ - ‒ - ⁄ / ∕ / ∗ * · \cdot ⋅ \cdot ∙ \cdot × \times ÷ \div ± \pm ∓ \mp ≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne
+∞ \infty ∪ \cup ∩ \cap ∈ \in ∖ \setminus ∅ \emptyset ° ^\circ º ^\circ ′ ' ″ '' ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
+… \ldots ⋯ \cdots ≈ \approx γ \gamma 。 . 、 , ℝ \mathbb{R} ℤ \mathbb{Z} ℕ \mathbb{N} ℚ \mathbb{Q} ℂ \mathbb{C}
+""".split()
+_UNICODE = str.maketrans({a: b + " " * b[-1].isalpha() for a, b in zip(_UNICODE[::2], _UNICODE[1::2])})
+_FORMS = {"<super": "^{%s}", "<sub": "_{%s}", "<fraction": "\\frac{%s}"}
+
+
+def _latex(text: str) -> str:
+    r"""LaTeX of Unicode mathematics.
+
+    >>> _latex("2√3"), _latex("1½"), _latex("x₁²≤−8"), _latex("８")
+    ('2\\sqrt{3}', '1\\frac{1}{2}', 'x_{1}^{2}\\le -8', '8')
+    """
+    text = "".join(char for char in text if unicodedata.category(char) != "Cf").translate(_UNICODE)
+    pieces = []
+    for form, run in itertools.groupby(text, lambda char: unicodedata.decomposition(char).partition(">")[0]):
+        plain = unicodedata.normalize("NFKC", "".join(run)).translate(_UNICODE)
+        pieces.append(_FORMS.get(form, "%s") % (plain.replace("/", "}{") if form == "<fraction" else plain))
+    text = re.sub(r"([√∛∜])\s*(\d+(?:\.\d+)?|\w|\([^()]*\))", r"\1{\2}", "".join(pieces))
+    return text.replace("√", "\\sqrt").replace("∛", "\\sqrt[3]").replace("∜", "\\sqrt[4]")
+
+
+_INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
+_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,|,\\!|\{,\}|\\,|\\ | )[0-9]{3})+(?:\.0*)?")
+
+
+def canonical(answer: str) -> str:
+    """One spelling for integers, bare math and Unicode. Equal answers may have different ones."""
+    text = _bare(answer if answer.isascii() else _latex(answer))
+    return _integer(text) or text
+
+
+def _integer(text: str) -> str | None:
+    """Canonical digits of an integer (`070`, `70.0`), else None."""
+    if (match := _INTEGER.fullmatch(text)) is None:
         return None
     # Digits stay text: int() refuses huge numbers.
     digits = match[2].lstrip("0") or "0"
     return "-" + digits if match[1] == "-" and digits != "0" else digits
-
-
-def canonical(answer: str) -> str:
-    """One spelling for integers and for bare math. Equal answers may have different ones."""
-    return _integer(answer) or _bare(answer)
 
 
 def gold_text(cell: object, column: str = "answer") -> str:
@@ -104,7 +151,7 @@ def gold_text(cell: object, column: str = "answer") -> str:
         cell = int(cell)
     text = "" if cell is None or isinstance(cell, (list, dict)) else str(cell).strip()
     if column == "solution" or _BOX.search(text):
-        text = _last_box(text) or ""
+        text = _last_box(text)[0]
     elif "####" in text:  # GSM8K: the working, then the answer
         text = text.rpartition("####")[2].strip()
     return "" if text.lower() == "nan" else text
@@ -112,6 +159,7 @@ def gold_text(cell: object, column: str = "answer") -> str:
 
 # characters; ten times the longest gold answer of the usual benchmarks
 LONGEST_ANSWER = 2_000
+_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "equality.py")
 START_SECONDS = 120.0
 
 
@@ -133,7 +181,7 @@ class Verdict:
 
 
 class GraderError(RuntimeError):
-    """The workers cannot start or keep dying."""
+    """The workers cannot start or keep dying: the machine's fault, so no response gets a verdict."""
 
 
 class Grader:
@@ -157,27 +205,29 @@ class Grader:
     def grade(self, texts: list[str], golds: list[str]) -> list[Verdict]:
         """A verdict on each response in `texts` by its answer in `golds`.
 
-        Raises RuntimeError if the workers cannot start or keep dying.
+        Raises GraderError if the workers cannot start or keep dying.
         """
         answers = [extract_answer(text) for text in texts]
-        kinds = self._judge(list(zip([gold_text(gold) for gold in golds], answers, strict=True)))
+        golds = [gold_text(gold) for gold in golds]
+        spelled = {text: canonical(text) for text in {*golds, *answers} - {None}}
+        kinds = self._judge([(spelled[g], spelled.get(a, "")) for g, a in zip(golds, answers, strict=True)])
         return [Verdict(kind, answer) for kind, answer in zip(kinds, answers)]
 
     def equivalent(self, pairs: list[tuple[str, str]]) -> list[bool]:
         """Whether the first of each pair, as gold, takes the second for right; not symmetric.
 
         What is empty equals nothing; what runs into a bound, nothing but its own spelling.
-        Raises RuntimeError as `grade` does.
+        Raises GraderError as `grade` does.
         """
-        bare = [(_bare(first), _bare(second) or None) for first, second in pairs]
+        pairs = [(canonical(first), canonical(second)) for first, second in pairs]
         # Each answer meets "1" first: one that hangs costs its bound once, not in all of its pairs.
-        alone = [("1", answer) for answer in {answer for pair in bare if _settle(*pair) is None for answer in pair}]
+        alone = [("1", answer) for answer in {answer for pair in pairs if _settle(*pair) is None for answer in pair}]
         hostile = {answer for (_, answer), kind in zip(alone, self._judge(alone)) if kind == "timeout"}
-        asked = [pair if pair[0] == pair[1] or hostile.isdisjoint(pair) else ("", None) for pair in bare]
+        asked = [pair if pair[0] == pair[1] or hostile.isdisjoint(pair) else ("", "") for pair in pairs]
         return [kind == "right" for kind in self._judge(asked)]
 
-    def _judge(self, pairs: list[tuple[str, str | None]]) -> list[str]:
-        """The kind of verdict on each pair of gold and answer."""
+    def _judge(self, pairs: list[tuple[str, str]]) -> list[str]:
+        """The kind of verdict on each pair of canonical gold and answer."""
         # Rollouts of one group often agree: each different pair is verified once.
         kinds = {pair: _settle(*pair) for pair in pairs}
         unsettled = [pair for pair, kind in kinds.items() if kind is None]
@@ -229,17 +279,16 @@ class Grader:
         self.close()
 
 
-def _settle(gold: str, answer: str | None) -> str | None:
-    """The verdict that needs no mathematics, else None."""
-    if not gold:
-        return "bad gold"
-    if answer is None:
-        return "no answer"
-    if _bare(gold) == answer:
+def _settle(gold: str, answer: str) -> str | None:
+    """The verdict on canonical texts if it needs no mathematics, else None."""
+    if not gold or not answer:
+        return "no answer" if gold else "bad gold"
+    if gold == answer:
         return "right"
-    whole, given = _integer(gold), _integer(answer, grouped=True)
-    if whole is not None and given is not None:
-        return "right" if whole == given else "wrong"
+    if _INTEGER.fullmatch(gold):
+        grouped = re.sub(r"[^0-9.+-]", "", answer) if _GROUPED.fullmatch(answer) else answer
+        if (number := _integer(grouped)) is not None:
+            return "right" if gold == number else "wrong"
     return "wrong" if len(answer) > max(LONGEST_ANSWER, 2 * len(gold)) else None
 
 
@@ -252,7 +301,7 @@ class _Worker:
 
     def __init__(self, timeout: float, memory_mb: int) -> None:
         bounds = [str(timeout), str(memory_mb), str(os.getpid())]
-        command = [sys.executable, "-P", os.path.abspath(__file__), "--grade-worker", *bounds]
+        command = [sys.executable, "-P", _SCRIPT, "--grade-worker", *bounds]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
         self.jobs = 0
@@ -283,80 +332,3 @@ class _Worker:
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
-
-
-def _serve(timeout: float, memory_mb: int, parent: int) -> None:
-    """A worker's life: it ends with its stdin, with its parent, or by its alarm after the time bound."""
-    # Ctrl-C reaches the process group; the parent cleans up.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    # What a library prints is no reply.
-    replies = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        greeting = "ready" if _equivalent("\\frac{1}{2}", "0.5") else "math-verify cannot tell that 1/2 is 0.5"
-    except (ImportError, MemoryError) as error:
-        greeting = f"{type(error).__name__}: {error}".replace("\n", " ")
-    os.write(replies, f"{greeting}\n".encode())
-    while True:
-        while not select.select([0], [], [], 1.0)[0]:
-            # A forked sibling may hold the pipe open when the parent is gone.
-            if os.getppid() != parent:
-                return
-        line = sys.stdin.buffer.readline()
-        if not line:
-            return
-        signal.setitimer(signal.ITIMER_REAL, timeout + 2.0)
-        try:
-            reply = "right" if _equivalent(*json.loads(line)) else "wrong"
-        except MemoryError:
-            reply = "memory"
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        os.write(replies, f"{reply}\n".encode())
-
-
-def _equivalent(gold: str, answer: str) -> bool:
-    r"""Whether math-verify takes the two for equal. It often finds no bare LaTeX, hence the boxes.
-
-    The comparison is not symmetric. Its own time-outs are off: they do not stop C code.
-    """
-    from math_verify import parse, verify
-
-    # As LaTeX first: `2e-1` may be Euler's number less one.
-    for pair in dict.fromkeys([(gold, answer), (_program_notation(gold), _program_notation(answer))]):
-        try:
-            parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in pair]
-            if verify(*parsed, timeout_seconds=None, raise_on_error=True) and not _apart(*parsed):
-                return True
-        except MemoryError:
-            raise
-        # Parsers and sympy raise anything on what a model writes.
-        except Exception:
-            continue
-    return False
-
-
-def _apart(gold: list[sympy.Basic | str], answer: list[sympy.Basic | str]) -> bool:
-    """Whether two small numbers differ: math-verify rounds decimals to 6 places, others to 15."""
-    values = [parsed[0] for parsed in (gold, answer)]
-    if not all(getattr(value, "is_number", False) and value.is_real for value in values):
-        return False
-    first, second = (value.evalf() for value in values)
-    largest = max(abs(first), abs(second))
-    return bool(largest < 1e-3 and abs(first - second) > 1e-2 * largest)
-
-
-def _program_notation(text: str) -> str:
-    r"""LaTeX of numbers and functions as programs write them; a fifth of Minerva's golds are so.
-
-    >>> _program_notation("3.83e35"), _program_notation("-1./3"), _program_notation("np.arcsin(10/13)")
-    ('3.83 \\times 10^{35}', '-1/3', '\\arcsin(10/13)')
-    """
-    text = _E_NOTATION.sub(lambda m: f"{m[1]} \\times 10^{{{int(m[2])}}}", text)
-    text = re.sub(r"(?<=[0-9])\.(?![0-9.])", "", text)
-    return re.sub(r"\b(?:np|math)\.(?=[a-z])", r"\\", text)
-
-
-if __name__ == "__main__" and sys.argv[1:2] == ["--grade-worker"]:
-    _serve(float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

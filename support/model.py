@@ -88,7 +88,7 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
             problem = "its weights are quantized; name the model that they were made from"
         elif device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
-            problem = memory.first_misfit(config, args, distributed.world_size(), total)
+            problem = memory.first_misfit(memory.Shape(config), args, distributed.world_size(), total)
         else:
             problem = _misfit_on_cpu(sum(p.numel() for p in policy.parameters()), args)
     except ValueError as error:

@@ -83,6 +83,7 @@ def sampler_follows(trainer: object) -> None:
         )
 
 
+@torch.no_grad()
 def flip(policy: Policy) -> None:
     """Negate an eighth of each parameter, in place; twice is not at all. Neighbours get different eighths.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import resource
 import signal
@@ -16,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.grader import Grader, Verdict, extract_answer, gold_text
+from support import grader as module
+from support.grader import Grader, GraderError, Verdict, extract_answer, gold_text
 
 TOWER = r"\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}"  # hangs sympy, in C
 ROOT = Path(__file__).parent.parent
@@ -84,7 +86,45 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
         ("first\nAnswer: 12\nno, wait\nanswer: 13\nThat was it.", "13"),
         (r"Answer: \boxed{13}", "13"),
         (r"Answer: $\boxed{13}$", "13"),
-        ("Answer: 12\nso \\boxed{13}\nAnswer: 14", "13"),  # a box beats a line
+        # The last commitment counts, in whichever form it comes.
+        ("Answer: 12\nso \\boxed{13}\nAnswer: 14", "14"),
+        ("Answer: 4\n\nno, wait: \\boxed{5}", "5"),
+        ("First \\boxed{\\Delta E}. So the choice is\n\n**Answer: D**", "D"),
+        ("\\boxed{41}\n#### 42", "42"),
+        ("#### 41\nSo it is \\boxed{42}", "42"),
+        ("#### 41\nAnswer: 42", "42"),
+        ("\\boxed{5}\nAnswer:", "5"),
+        ("\\boxed{5}\nAnswer: \\boxed{6", "5"),
+        # GSM8K's line is an answer, a heading is not.
+        ("6 times 7 is 42.\n#### 42", "42"),
+        ("####42", "42"),
+        ("#### $1,234.", "1,234"),
+        ("#### **-3**", "-3"),
+        (r"#### \frac{1}{2}", r"\frac{1}{2}"),
+        ("#### x=5", "x=5"),
+        ("### 42", None),
+        ("\\boxed{5}\n#### Step 2: check it", "5"),
+        ("\\boxed{5}\n#### 2. Verification", "5"),
+        ("#### 步骤\nand so on", None),
+        # boxes without braces
+        (r"The answer is $\boxed 7$.", "7"),
+        (r"\boxed7", "7"),
+        (r"$\fbox 3$", "3"),
+        (r"\boxed -3.", "-3"),
+        (r"so $\boxed\frac{1}{2}$ is it", r"\frac{1}{2}"),
+        (r"\(\boxed (1, 2)\)", "(1, 2)"),
+        (r"\boxed\{1, 2\}", r"\{1, 2\}"),
+        (r"(\boxed \sqrt{2})", r"\sqrt{2}"),
+        (r"\boxed B.", "B"),
+        (r"\boxed{\boxed 5}", "5"),
+        (r"\boxed{5} is in \boxed format, with a \boxed.", "5"),
+        # punctuation after the answer, inside the box; dots that stand for more are no punctuation
+        (r"\boxed{3\sqrt{13}.}", r"3\sqrt{13}"),
+        (r"\boxed{\frac{3}{4},}", r"\frac{3}{4}"),
+        (r"\boxed{$5.$}", "5"),
+        (r"\boxed{5\,;}", "5"),
+        (r"\boxed{5!}", "5!"),
+        (r"\boxed{1, 2, ...}", "1, 2, ..."),
         (r"Answer: \boxed{13", None),
         ("Answer:", None),
         ("I mention 42 here and there but commit to nothing", None),  # PrimeIntellect-ai/verifiers#1028
@@ -114,6 +154,11 @@ def test_a_box_counts_wherever_it_stands_and_however_long_it_is() -> None:
         "{" * 100_000 + "\\boxed{5}",
         "\\" * 200_000,
         "\\boxed" + " " * 200_000,
+        "\\boxed5{a" * 40_000,
+        "\\boxed (" * 40_000,
+        "#" * 200_000 + "a b",
+        "#### " + "\\a" * 100_000 + "bc",
+        "\\boxed{" + ". " * 100_000 + "}",
         " " * 200_000 + "Answer",
         "Answer: " + "*" * 200_000 + "x",
         "answer" + " " * 200_000,
@@ -206,6 +251,9 @@ CASES = [  # gold, response, whether it is right; most from public reports of gr
     ("np.arcsin(10/13)", r"\boxed{\arcsin{\frac{10}{13}}}", True),
     ("np.arcsin(10/13)", r"\boxed{\arccos{\frac{10}{13}}}", False),
     (r"$\boxed{204}$", r"\boxed{204}", True),
+    (r"-2\pi", r"\boxed{-2*pi}", True),
+    (r"\sin x", r"\boxed{sin(x)}", True),
+    ("2e3", r"\boxed{3e2}", False),
     ("\\begin{cases", "Answer: \\begin{cases", True),  # not to be parsed: compared as text
     ("\\begin{cases", r"\boxed{5}", False),
 ]
@@ -215,6 +263,125 @@ def test_each_answer_gets_what_it_is_worth(grader: Grader) -> None:
     verdicts = grader.grade([text for _, text, _ in CASES], [gold for gold, _, _ in CASES])
     got = [(gold, text, verdict.reward) for (gold, text, _), verdict in zip(CASES, verdicts)]
     assert got == [(gold, text, float(right)) for gold, text, right in CASES]
+
+
+SAME = [  # gold, then other spellings of it
+    # A full stop in the box hit 98 of the 500 golds of MATH-500.
+    ("3\\sqrt{13}", "3\\sqrt{13}.", "3\\sqrt{13},", "$3\\sqrt{13}.$", "3 \\sqrt {13} ;"),
+    ("\\text{east}", "\\text{east}.", "east", "East."),
+    ("(1,2)", "(1,2).", "\uff081\uff0c2\uff09", "\\left(1, 2\\right)", "\\bigl(1,2\\bigr)", "1,2"),
+    # Unicode
+    ("\\frac{1}{2}", "\u00bd", "1\u20442", "0.5", ".5", "1/2", "\\dfrac12", "\\frac{2}{4}", "50\\%"),
+    ("\\frac{3}{2}", "1\u00bd", "1 1/2", "1\\frac{1}{2}", "1.50"),
+    ("\\frac{\\sqrt{3}}{2}", "\u221a3/2", "\u221a(3)/2", "sqrt(3)/2", "\\sqrt3/2"),
+    ("\\sqrt[3]{10}", "\u221b10", "10^{1/3}"),
+    ("-3", "\u22123", "\u20133", "\uff0d\uff13"),
+    ("8", "\uff18", "\U0001d7d6", "+8", "8.0"),
+    ("x^2+1", "x\u00b2+1", "x**2 + 1", "1+x^{2}"),
+    ("x_{1}^{10}", "x\u2081\u00b9\u2070"),
+    ("10^{-3}", "10\u207b\u00b3", "0.001", "1e-3", "1\u00d710\u207b\u00b3"),
+    ("90^\\circ", "90\u00b0", "90^{\\circ}", "90", "90 \\text{ degrees}"),
+    ("2\\pi", "2\u03c0", "2*pi", "2 \\cdot \\pi"),
+    ("x \\le 3", "x \u2264 3", "x <= 3", "x\\leq3", "3 \\ge x"),
+    ("(-\\infty,0)\\cup[1,\\infty)", "(\u2212\u221e,0)\u222a[1,\u221e)"),
+    ("1 \\pm \\sqrt{19}", "1 \u00b1 \u221a19", "1+\\sqrt{19}, 1-\\sqrt{19}"),
+    ("1, 2, \\ldots, n", "1, 2, \u2026, n", "1,2,\\dots,n"),
+    # letters, and the text of their options
+    ("B", "(B)", "B) 12", "\\text{B}", "\\text{(B) 12}", "\\textbf{(B)}\\ 12", "\\mathrm{B.}\\ \\frac12", "Option B"),
+    ("\\text{(C)}", "C", "C.", "C: x^2", "\\textbf{(C) }\\frac{1}{2}"),
+    ("12", "(B) 12", "\\textbf{(B)}\\ 12", "B. 12"),
+    # units, and indices that may be left out
+    ("15\\mbox{ cm}^2", "15", "15\\text{ cm}^2", "15 \\text{ cm}^{2}", "15\\,\\mathrm{cm}^2", "15~\\text{square cm}"),
+    ("2516_8", "2516_{8}", "2516", "(2516)_8", "2516_{\\text{eight}}"),
+    ("1234567", "1,234,567", "1 234 567", "1\\,234\\,567", "1{,}234{,}567"),
+    ("28\\%", "28", "0.28", "\\frac{7}{25}"),
+    # what math-verify reads as something else
+    ("m(\\gamma^2-1)", "(\\gamma^{2}-1)m", "m(\u03b3\u00b2-1)"),
+    ("\\frac{1}{3} E_{1}+\\frac{2}{3} E_{2}", "\\frac{E_1+2E_2}{3}"),
+    ("m \\frac{d v}{d t}+b v=f", "bv + m\\frac{dv}{dt} = f"),
+    ("2+3i", "3i+2", "2+i\\cdot 3"),
+    ("6", "2(3)", "3 \\binom{2}{1}"),
+    ("\\lambda_{\\text{red}}", "\\lambda_{red}", "\\lambda_{\\mathrm{red}}"),
+    # rounded to six places or more
+    ("\\frac{1}{3}", "0.333333"),
+    ("\\sqrt{2}", "1.4142136"),
+    ("2,3", "3,2", "2, 2, 3", "x = 2 \\text{ or } x = 3"),
+    ("(1.5, 0.5)", "1.5, 0.5", "(\\frac32, \\frac12)"),
+]
+
+
+def test_one_answer_in_many_spellings(grader: Grader) -> None:
+    pairs = [(gold, text) for gold, *texts in SAME for text in texts]
+    verdicts = grader.grade([f"\\boxed{{{text}}}" for _, text in pairs], [gold for gold, _ in pairs])
+    assert [pair for pair, verdict in zip(pairs, verdicts) if verdict.kind != "right"] == []
+
+
+APART = [  # gold, then what is not equal to it
+    # math-verify rounds decimals to 6 places and other numbers to 15.
+    ("\\frac{1}{3}", "\\frac{333333}{1000000}", "0.3333333333333333334", "0.33333"),
+    ("0.1234567", "0.1234568", "\\frac{1234568}{10000000}"),
+    ("1000000.1", "1000000.1000001"),
+    ("1", "0.9999999", "1 + 10^{-20}", "\\frac{10^{40}+1}{10^{40}}"),
+    ("0", "10^{-20}", "0.0000001"),
+    ("10^{30}+1", "10^{30}", "10^{30}+2"),
+    ("\\sqrt{2}", "\\sqrt{2}+10^{-20}", "1.4142135"),
+    ("\\frac{2^{2005}+1}{3 \\cdot 2^{2006}}", "\\frac{1}{3 \\cdot 2^{2006}}", "\\frac{1}{6}"),
+    ("\\frac{1}{2004!}", "\\frac{1}{2006!}"),
+    ("2.88e-19", "2.89e-19"),
+    ("x=\\frac13", "x=\\frac{333333333333333333}{10^{18}}"),
+    ("x<\\frac13", "x<\\frac{333333333333333333}{10^{18}}"),
+    ("(\\frac13, 2)", "(0.3333333, 2)", "(\\frac{33333333}{10^8}, 2)"),
+    ("\\begin{pmatrix} 1/3 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix} 0.3333333 \\\\ 2 \\end{pmatrix}"),
+    # It drops the base of a number, the power of a unit, dots, primes and the indices of e, E and I.
+    ("10_2", "10_3", "10_{3}", "(10)_3"),
+    ("15\\mbox{ cm}^2", "15\\mbox{ cm}^3", "15 \\text{ cm}^{3}"),
+    ("1, 2, \\ldots, n", "1, 3, 5, \\ldots, 2n-1"),
+    ("1, 2, 3", "1, 2, 3, \\ldots", "1, 2, 3, ..."),
+    ("y'", "y", "y''"),
+    ("x_1", "x_2", "x", "x_{11}"),
+    (
+        "\\frac{1}{3} E_{1}+\\frac{2}{3} E_{2}",
+        "\\frac{1}{3} E_{2}+\\frac{2}{3} E_{2}",
+        "\\frac{2}{3} E_{1}+\\frac{1}{3} E_{2}",
+    ),
+    ("I_1", "I_2"),
+    ("\\gamma^2-1", "\\gamma^2-2"),
+    ("m \\frac{d v}{d t}+b v=f", "2m \\frac{d v}{d t}+b v=f"),
+    # It adds what stands side by side, and finds a number in what it cannot read.
+    ("7", "3 4", "7 of 9 or 3 of 4"),
+    ("5", "2(3)", "4\\binom{1}{1}"),
+    ("45", "30^\\circ 15'"),
+    ("12", "D. 13", "1 2", "(A) 12, (B) 13"),
+    ("12 \\text{ h } 30 \\text{ min}", "12 \\text{ h } 45 \\text{ min}"),
+    ("n=\\text{even}", "n=\\text{odd}"),
+    # letters
+    ("C", "D. 12", "\\textbf{(B)}\\ C", "B, C", "(C) or (D)"),
+    # sets, tuples, intervals
+    ("(1,2)", "(2,1)", "[1,2]", "(1,2]", "\\{1,2\\}", "2,1"),
+    ("\\{1,2,3\\}", "(1,2,3)"),
+    ("(1,2,3)", "(3,2,1)", "\\{1,2,3\\}"),
+    ("16,3,1,1", "16,3,3,1", "16,3,1"),
+    ("x \\le 3", "x < 3", "x \\ge 3"),
+    ("x=5", "y=5", "x=-5"),
+    ("\\sqrt{x^2}", "x"),
+]
+
+
+def test_what_differs_is_never_right(grader: Grader) -> None:
+    """A false right is what a policy learns to write."""
+    pairs = [(gold, text) for gold, *texts in APART for text in texts]
+    verdicts = grader.grade([f"\\boxed{{{text}}}" for _, text in pairs], [gold for gold, _ in pairs])
+    assert [pair for pair, verdict in zip(pairs, verdicts) if verdict.kind != "wrong"] == []
+
+
+@given(st.integers(1, 10**25), st.integers(2, 10**25), st.integers(0, 30))
+@settings(max_examples=50, deadline=None)
+def test_numbers_are_equal_exactly_when_their_values_are(grader: Grader, top: int, bottom: int, places: int) -> None:
+    scaled = f"\\frac{{{7 * top}}}{{{7 * bottom}}}"
+    near = f"\\frac{{{7 * top * 10**places + 1}}}{{{7 * bottom * 10**places}}}"
+    decimal, other = (f"{top + step}.{bottom}{step}" for step in (0, 1))
+    pairs = [(f"{top}/{bottom}", scaled), (f"{top}/{bottom}", near), (decimal, f"{decimal}0"), (decimal, f"{decimal}1")]
+    assert grader.equivalent(pairs) == [True, False, True, False]
 
 
 def test_the_kinds_of_verdict_and_their_rewards(grader: Grader) -> None:
@@ -353,7 +520,7 @@ def test_workers_have_a_memory_bound_and_the_parent_has_none_from_them() -> None
 
 def test_workers_that_cannot_work_are_an_error_and_no_reward() -> None:
     """miles#2800: here there is too little memory to load math-verify; a machine without it is the same."""
-    with Grader(memory_mb=60) as broken, pytest.raises(RuntimeError, match="workers keep dying"):
+    with Grader(memory_mb=60) as broken, pytest.raises(GraderError, match="workers keep dying"):
         broken.grade([r"\boxed{0.5}"], ["1/2"])
 
 
@@ -402,3 +569,7 @@ def test_a_script_that_grades_is_not_run_again_by_its_workers(tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["run", "right"] and not done.stderr
+
+
+def test_doctests_of_the_module() -> None:
+    assert doctest.testmod(module).failed == 0

@@ -1,0 +1,238 @@
+"""Whether two answers are equal: math-verify's judgement, made exact.
+
+The grader's workers run this file as a script, so it imports nothing of this repository.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import resource
+import select
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sympy import Basic
+
+# `B`, `(B)`, `\text{B. } 12`, `\textbf{(B)}\ 12`: a letter alone, or before its option's text
+_LETTER = re.compile(r"\\(?:text|math)[a-z]*\s*\{\s*\(?([A-J])[).:]?\s*\}")
+_OPTION = re.compile(
+    r"(?:\\text\s*\{)?\s*(?:(?i:option|choice)\s*)?\(*([A-J])(?:[).:]+(?:\\(?:[ ,;:!]|q?quad)|[\s~}])*(.*)|\}?)"
+)
+_SEVERAL = re.compile(r"\b[A-J][).:]|(?:,|/|&|\band|\bor)\s*\(?[A-J]\b")
+
+# A value before its unit; the unit's exponent and a number's base, which math-verify does not read
+_UNIT = re.compile(
+    r"(?P<value>.*(?:\d|\\pi|π).*?)"
+    r"(?P<unit>(?:(?:\\[ ,;:!]|[\s~])*\\(?:text[a-z]*|mbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*(?:\d|\{\d\}))?)+)"
+)
+_BASE = re.compile(r"(?<=[\d)])\s*_\s*(?:\{\s*)?(\d+)")
+_SIDE_BY_SIDE = re.compile(r"(?<![\w.^\\])(?<!frac )(?<!binom )\d+(?:\^\{?\\circ\}?)? +\d")
+
+# Numbers and functions as programs write them, which a fifth of Minerva's golds are
+_PROGRAM = [
+    (r"(?<![\w.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?)0*([0-9]{1,4})(?![\w.])", r"\1 \\times 10^{\2\3}"),
+    (r"(?<=[0-9])\.(?![0-9.\\])", ""),
+    (r"\*\*", "^"),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
+    (r"(?<![A-Za-z\\])(?:np\.|math\.)?(pi|theta|arc(?:sin|cos|tan)|sin|cos|tan|ln|log|exp)(?![A-Za-z{])", r"\\\1 "),
+]
+# LaTeX that latex2sympy cannot read, or reads as something else
+_LATEX = [
+    (r"~|\\[bB]igg?[lrm]?(?![a-zA-Z])|\\(?:left|right)(?![a-zA-Z])\.?", " "),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\varnothing", r"\\emptyset"),
+    (r"\((\d+)\)(?=\s*_)", r"\1"),
+    (r"(?<!\d)_ *\{ *\\(?:(?:text|math|mbox)[a-z]* *(\{) *)?([A-Za-z]+) *(?(1)\} *)\}", r"_{\2}"),
+    # It drops dots, primes and the indices of e, E and I, and takes gamma for a function.
+    (r"\\[lc]?dots(?![a-z])|\.\.\.", r"\\mathfrak{o}"),
+    (r"(?<=[A-Za-z)}'])'", r"^{\\prime}"),
+    (r"\\gamma(?![a-zA-Z])", r"\\mathfrak{g}"),
+    # It takes the derivative of a symbol by another for 0.
+    (r"\\frac *\{ *d((?:[^{}]|\{[^{}]*\})*)\} *\{ *d *(?=\\?[a-zA-Z])", r"\\frac{\\mathfrak{dn}\1}{\\mathfrak{dt} "),
+    (r"((?<!\\)[EI]|(?<![A-Za-z\\])e)(?=\s*_)", r"\\mathfrak{\1}"),
+    # It adds an integer to the fraction after it: true of 1 1/4, not of 2(3).
+    (r"(?<![\w.^\\])(\d+) +(\d+) */ *(\d+)", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\w.^\\])(\d+) *(?=\(|\\[dt]?binom)", r"\1\\cdot "),
+    # It takes for a unit all that follows a text.
+    (r"(?<!^)\\(?:text[a-z]*|mbox)\s*\{(?!\s*(?:and|or)\s*\})\W*(\w*)[^{}]*\}", r"\\mathfrak{t\1}"),
+]
+
+
+def equivalent(gold: str, answer: str) -> bool:
+    """Whether `answer` is right by `gold`. Not symmetric: x<3 may be answered by its interval."""
+    wanted, chosen = _option(gold), _option(answer)
+    if wanted and chosen:
+        return wanted[0] == chosen[0]
+    (gold, *marks), (answer, *others) = _split(gold), _split(chosen[1] or answer if chosen else answer)
+    if any(mark and other and mark != other for mark, other in zip(marks, others)):
+        return False
+    spaces = r" (?!\w)|(?<!\w) "
+    # As LaTeX first: `2e-1` may be Euler's number less one. But 2e3 is not 3e2.
+    numbers = all(re.search(_PROGRAM[0][0], text) for text in (gold, answer))
+    for rules in (_PROGRAM + _LATEX,) if numbers else (_LATEX, _PROGRAM + _LATEX):
+        texts = [functools.reduce(lambda text, rule: re.sub(*rule, text), rules, text) for text in (gold, answer)]
+        try:
+            if re.sub(spaces, "", texts[0]) == re.sub(spaces, "", texts[1]) or _equal(*texts):
+                return True
+        except MemoryError:
+            raise
+        # Parsers and sympy raise anything on what a model writes.
+        except Exception:
+            continue
+    return False
+
+
+def _option(text: str) -> tuple[str, str] | None:
+    """Letter and text of an option of a multiple choice, or None."""
+    match = _OPTION.fullmatch(_LETTER.sub(r"(\1)", text))
+    if match is None or _SEVERAL.search(rest := match[2] or ""):
+        return None
+    return match[1], rest.removesuffix("}") if rest.count("{") < rest.count("}") else rest
+
+
+def _split(text: str) -> tuple[str, list[str], list[str]]:
+    """The text without its unit, the digits in the unit, and the bases of numbers."""
+    match = _UNIT.fullmatch(text)
+    value, unit = match.group("value", "unit") if match else (text, "")
+    return value, re.findall(r"\d", unit), sorted(_BASE.findall(value))
+
+
+@functools.lru_cache(64)
+def _parse(text: str) -> Basic:
+    """LaTeX as sympy has it, with decimals as exact fractions; raises anything."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+    from sympy import E, Float, I, Mul, Product, Rational, Sum, Symbol, nan, zoo
+
+    if _SIDE_BY_SIDE.search(text):
+        raise ValueError("two numbers side by side are neither a sum nor a product")
+    config = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="none")
+    value = latex2sympy(normalize_latex(text, config), is_real=True, normalization_config=None)
+    exact = {number: Rational(str(number)) for number in value.atoms(Float)}
+    # A word is a product of its letters.
+    word = isinstance(value, Mul) and all(factor == E or isinstance(factor, Symbol) for factor in value.args)
+    if not word and not value.has(Sum, Product):
+        exact[Symbol("i", real=True)] = I
+    parsed = value.xreplace(exact)
+    if hasattr(value, "_unsorted_args"):
+        # math-verify compares (1,2) with 1,2 in the order of writing.
+        parsed._unsorted_args = [element.xreplace(exact) for element in value._unsorted_args]
+    if parsed.has(nan, zoo):
+        raise ValueError("not a number")
+    return parsed
+
+
+def _equal(gold: str, answer: str) -> bool:
+    """Whether math-verify takes the two for equal and they are not apart."""
+    from math_verify import verify
+    from sympy import FiniteSet, Interval, Tuple
+
+    first, second = _parse(gold), _parse(answer)
+    for text, mine, other in ((gold, first, second), (answer, second, first)):
+        if _rounds(text, other):
+            return True
+        if isinstance(mine, FiniteSet) and re.match(r" *\\\{", text) and isinstance(other, (Interval, Tuple)):
+            return False
+    return not _apart(first, second) and verify(
+        first, second, numeric_precision=50, timeout_seconds=None, raise_on_error=True
+    )
+
+
+def _rounds(text: str, value: Basic) -> bool:
+    """Whether `text` is a decimal of six places or more that rounds a number which is no decimal."""
+    from sympy import Rational
+
+    match = re.fullmatch(r"[+-]?[0-9]*\.([0-9]{6,300})", text)
+    if not match or not getattr(value, "is_number", False) or value.is_Rational and 10**300 % value.q == 0:
+        return False
+    gap = abs(value - Rational(text)).evalf()
+    return bool(gap < Rational(1, 2 * 10 ** len(match[1])) and gap < abs(value) / 100)
+
+
+def _apart(first: Basic, second: Basic) -> bool:
+    """Whether the two differ for certain: math-verify rounds to 6 or 15 places, or to 0.
+
+    Symbols get arbitrary values. Elements of sets and tuples are compared in any order.
+    """
+    from sympy import Eq, Expr, FiniteSet, Interval, MatrixBase, Rational, Symbol, Tuple, UnevaluatedExpr
+    from sympy.concrete.expr_with_limits import ExprWithLimits
+
+    if isinstance(first, Eq) and isinstance(second, Eq) and first.lhs == second.lhs:
+        first, second = first.rhs, second.rhs
+    elif isinstance(first, Eq) != isinstance(second, Eq):
+        first, second = (value.rhs if isinstance(value, Eq) else value for value in (first, second))
+    if all(isinstance(value, (FiniteSet, Interval, MatrixBase, Tuple)) for value in (first, second)):
+        rest = _elements(second)
+        if len(rest) != len(_elements(first)):
+            # 2,2,3 may answer 2,3, but not the reverse.
+            return len(rest) < len(_elements(first))
+        for element in _elements(first):
+            partner = next((n for n, other in enumerate(rest) if not _apart(element, other)), None)
+            if partner is None:
+                return True
+            del rest[partner]
+        return False
+    if first == second or not isinstance(first, Expr) or not isinstance(second, Expr):
+        return False
+    difference = first - second
+    if Symbol in (type(first), type(second)) or difference.has(UnevaluatedExpr, ExprWithLimits):
+        return False
+    values = {
+        symbol: Rational(int.from_bytes(symbol.name.encode()) % 997 + 1009, 613) for symbol in difference.free_symbols
+    }
+    parts = difference.evalf(15, subs=values, maxn=200).as_real_imag()
+    if any(value.is_Float and value._prec > 1 and value != 0 for value in parts):
+        return True
+    exact = difference if values else difference.doit()
+    return bool(exact.is_Rational and exact != 0)
+
+
+def _elements(value: Basic) -> list[Basic]:
+    """The elements of a set, a tuple or a matrix as written, or the ends of an interval."""
+    from sympy import Interval, MatrixBase
+
+    if isinstance(value, MatrixBase):
+        return value.flat()
+    return (
+        [value.start, value.end] if isinstance(value, Interval) else list(getattr(value, "_unsorted_args", value.args))
+    )
+
+
+def serve(timeout: float, memory_mb: int, parent: int) -> None:
+    """A worker's life: it ends with its stdin, with its parent, or by its alarm after the time bound."""
+    # Ctrl-C reaches the process group; the parent cleans up.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    # What a library prints is no reply.
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        greeting = "ready" if equivalent("\\frac{1}{2}", "0.5") else "math-verify cannot tell that 1/2 is 0.5"
+    except (ImportError, MemoryError) as error:
+        greeting = f"{type(error).__name__}: {error}".replace("\n", " ")
+    os.write(replies, f"{greeting}\n".encode())
+    while True:
+        while not select.select([0], [], [], 1.0)[0]:
+            # A forked sibling may hold the pipe open when the parent is gone.
+            if os.getppid() != parent:
+                return
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        signal.setitimer(signal.ITIMER_REAL, timeout + 2.0)
+        try:
+            reply = "right" if equivalent(*json.loads(line)) else "wrong"
+        except MemoryError:
+            reply = "memory"
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        os.write(replies, f"{reply}\n".encode())
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
