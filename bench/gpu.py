@@ -43,7 +43,7 @@ from support.args import TINY, Args
 from support.distributed import start_process_group
 from support.grader import Verdict
 from support.launch import open_parts, quiet
-from support.memory import CONTEXT, GRAPHS, estimate, shape
+from support.memory import CONTEXT, GRAPHS, Estimate, Shape
 from support.proof import flip
 
 Measures = dict[str, float]
@@ -124,8 +124,8 @@ def passes(lab: Lab, count: int, budget: int, checkpointing: bool = True, offloa
     learner, samples = make_learner(policy, token_budget=budget), make_survivors(lab, count)
     # The first use of a kernel loads it.
     learner.update(samples[-1:], math.inf)
-    counted, tokens = shape(policy.model.config), sum(map(len, samples))
-    needed = estimate(counted, Args(token_budget=budget, max_length=lab.longest, offload=offload), 1, 80 * 2**30).phases
+    counted, tokens = Shape(policy.model.config), sum(map(len, samples))
+    needed = Estimate(counted, Args(token_budget=budget, max_length=lab.longest, offload=offload), 1, 80 * 2**30).phases
     gpu = torch.cuda.get_device_name() if lab.device.type == "cuda" else ""
     peak_flops = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
     found = {"tokens": float(tokens)}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bench import gpu
 from support.distributed import start_process_group
+from support.memory import first_misfit
 
 ROOT = Path(__file__).resolve().parent.parent
 # Written to a module of its own, which starts faster than this one.
@@ -60,6 +61,17 @@ def test_rows_of_the_trainer(row: str, lab: gpu.Lab) -> None:
     for name in exact.keys() & measures.keys():
         assert measures[name] == pytest.approx(exact[name], abs=1e-3)
     assert measures.get("update tokens/s", 1.0) > 0
+
+
+def test_the_model_is_as_large_as_qwen3_and_fits() -> None:
+    """Sizes of a GPU, on the meta device: as many parameters as are published, and nothing that is refused."""
+    lab = gpu.Lab(device=torch.device("meta"), **gpu.QWEN)
+    counted = gpu.Shape(gpu.make_model(lab).config)
+    assert counted.parameters == 1_720_574_976
+    trainer = gpu.Args(token_budget=lab.budget, max_length=lab.longest)
+    engine = gpu.Args(token_budget=lab.budget, max_length=64 + lab.response, gpu_memory_utilization=0.45)
+    for args in (trainer, engine):
+        assert first_misfit(counted, args, 1, int(79.2 * 2**30)) is None
 
 
 def test_a_difference_shows(lab: gpu.Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from grpo import SamplerGapError
 from support import checkpoint, data
 from support.args import TINY, parse
 from support.evaluation import EvalSet
-from support.grader import Grader, Verdict
+from support.grader import Grader, GraderError, Verdict
 from support.launch import Parts, load_prompts
 from support.report import load_metrics, tracker_name
 
@@ -276,6 +276,27 @@ def test_an_engine_that_fails_leaves_a_checkpoint_of_the_step_before(
     resumed.args.output = str(folder)
     resumed.run("test", resume_from=folder / "checkpoint-2")
     assert same(weights(straight), weights(resumed))
+
+
+@pytest.mark.parametrize("eval_every", [0, 3], ids=["in a step", "in an evaluation"])
+def test_a_grader_that_fails_leaves_a_checkpoint(
+    eval_every: int, trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its workers cannot start any more: what has been learnt until then is kept."""
+    _, sets = eval_sets(tmp_path, problem_file(tmp_path / "mine.jsonl", data.sums(2, 4, "test", (2, 3))))
+    run = trainer(sets if eval_every else (), steps=4, checkpoint_every=100, eval_every=eval_every, eval_n=1)
+    grade = run.parts.grader.grade
+
+    def broken(texts: list[str], golds: list[str]) -> list[Verdict]:
+        if run.step_number == (3 if eval_every else 2):
+            raise GraderError("grading workers keep dying")
+        return grade(texts, golds)
+
+    monkeypatch.setattr(run.parts.grader, "grade", broken)
+    with pytest.raises(GraderError, match="keep dying"):
+        run.run("test")
+    found = checkpoint.complete(Path(run.args.output))
+    assert [path.name for path in found] == [f"checkpoint-{3 if eval_every else 2}"]
 
 
 def test_beta_adds_a_kl_to_the_start_model(trainer: Callable[..., Trainer]) -> None:
