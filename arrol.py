@@ -352,14 +352,14 @@ class Trainer:
             while self.step_number < args.steps:
                 try:
                     metrics, prompts, rollouts = self.step()
+                    last = self.step_number == args.steps
+                    if last or (args.eval_every and self.step_number % args.eval_every == 0):
+                        metrics |= self.evaluate()
                 except (EngineError, GraderError):
-                    # Nothing has been learnt since the step before.
+                    # Of a step that fails nothing has been learnt: this is the state after the last one.
                     if checkpoints and self.step_number:
                         launch.save_or_warn(self, folder)
                     raise
-                last = self.step_number == args.steps
-                if last or (args.eval_every and self.step_number % args.eval_every == 0):
-                    metrics |= self.evaluate()
                 log.step(metrics, prompts, rollouts)
                 if checkpoints and (last or self.step_number % args.checkpoint_every == 0):
                     launch.save_or_warn(self, folder)

@@ -355,8 +355,8 @@ class Engine:
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights, named as in the Hugging Face checkpoint, and forget the old ones.
 
-        Raises EngineError where tensors are missing, unknown or of another shape; vLLM would drop
-        them. Compare the log-probs of the next rollouts with the trainer's all the same.
+        Raises EngineError where tensors are missing, unknown or of another shape, which vLLM does
+        not. Compare the log-probs of the next rollouts with the trainer's all the same.
         """
         wrong = dict(self._shapes)
 

@@ -1,10 +1,10 @@
-"""GPU memory per rank and phase, from configs and flags by support/memory.py: no GPU, no weights, no download.
+"""GPU memory per rank and phase, by support/memory.py: no GPU, no weights, no download.
 
-    python -m bench.memory                              four models on three machines, with the defaults of arrol.py
-    python -m bench.memory --token-budget 16384
+    python -m bench.memory                              four models on three machines
+    python -m bench.memory --token-budget 16384         any flag of arrol.py
     python -m bench.memory --model Qwen/Qwen3-14B-Base  another one: a folder, or a hub id
 
-Any flag of arrol.py goes too. What is assumed is listed in support/memory.py.
+What is assumed is listed in support/memory.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS: dict[str, PretrainedConfig] = {
         num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-# Ranks and bytes per GPU. CUDA reports about 79.2 GiB of an 80 GB card and 94.5 GiB of a GH200's 96 GB.
+# Ranks, and bytes per GPU as CUDA reports them.
 MACHINES = {
     "1 × 96 GB (GH200)": (1, int(94.5 * 2**30)),
     "1 × 80 GB": (1, int(79.2 * 2**30)),

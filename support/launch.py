@@ -104,7 +104,7 @@ def quiet(verbose: bool) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def make_learner(args: Args, device: torch.device, vocabulary: int | None = None) -> Learner:
+def make_learner(args: Args, device: torch.device, vocabulary: int) -> Learner:
     """Policy, loss and optimizer as the flags say. vocabulary: the sampler's, see `Engine`."""
     high = args.clip_high if args.clip_high is not None else (0.28 if args.algo == "dapo" else 0.2)
     return Learner(

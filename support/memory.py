@@ -140,11 +140,11 @@ def _remedy(s: Shape, args: Args, ranks: list[int], offload: list[bool], device_
         # A cache for one rollout at a time would do for vLLM, and take days.
         found = Estimate(s, changed, count, device_bytes)
         if found.kv_tokens >= args.group_size * args.max_length and not _problem(s, changed, count, device_bytes):
-            parts = {
+            changes = {
                 f"{count} such GPUs (torchrun)": len(ranks) > 1,
                 f"--offload ({found.host / 1e9:.0f} GB of main memory)": to_host != args.offload,
                 f"--token-budget {budget}": budget != args.token_budget,
                 f"--gpu-memory-utilization {share}": share != now,
             }
-            return " with ".join(part for part, named in parts.items() if named)
+            return " with ".join(change for change, named in changes.items() if named)
     return None

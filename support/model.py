@@ -210,7 +210,7 @@ def load(name: str) -> PreTrainedModel:
     return model
 
 
-def load_policy(args: Args, device: torch.device, vocabulary: int | None, frozen: bool = False) -> Policy:
+def load_policy(args: Args, device: torch.device, vocabulary: int, frozen: bool = False) -> Policy:
     """The model under FSDP2, to be trained or as the frozen reference of `--beta`."""
     policy = Policy(load(args.model), args.temperature, vocabulary=vocabulary)
     if not frozen:

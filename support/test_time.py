@@ -57,13 +57,14 @@ class Sampler:
         launch.quiet(args.verbose)
         tokenizer, stop_token_ids, config = launch.load_tokenizer(args)
         hidden_size = config.get_text_config().hidden_size
-        head, self.table, trained_at = None, None, None
+        try:
+            head, self.table, trained_at = load_head(Path(args.head)) if args.head else (None, None, None)
+        except ValueError as error:
+            fail(f"--head {error}")
         try:
             benchmark = evaluation.load_benchmark(args.data, "--data")
             limits = (args.max_prompt, args.instruction, args.thinking)
             prompts, self.too_long = data.tokenize(benchmark.problems, tokenizer, *limits)
-            if args.head:
-                head, self.table, trained_at = load_head(Path(args.head))
             if args.trained_on:
                 seen = evaluation.contaminated(benchmark.problems, data.load(args.trained_on)[0])
                 report = f"{benchmark.report}; CONTAMINATED: {len(seen)} of them are in {args.trained_on}"

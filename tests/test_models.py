@@ -182,16 +182,6 @@ def test_what_main_memory_cannot_hold_is_refused_before_its_weights_are_there(
     assert not capsys.readouterr().out
 
 
-def test_nested_configs_are_counted(tmp_path: Path) -> None:
-    """Gemma-3 of 4B and more: sizes stand in the text model's part of the config."""
-    text = {k: v for k, v in SIZES.items() if k not in ("eos_token_id", "bos_token_id")} | dict(head_dim=32)
-    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    vision |= dict(image_size=28, patch_size=14)
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    found = model.memory.Shape(config)
-    assert (found.hidden, found.vocabulary, found.kept) == (128, 64, 2 * 2 * 128)
-
-
 # ------------------------------------------------------------------ checkpoints that are not the model's
 
 
