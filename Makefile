@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Foreign packages must not shadow those in .venv.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test lint bench gpu-check install clean
 
 demo: install
 	.venv/bin/python arrol.py
@@ -22,6 +22,10 @@ bench: install
 	@failed=; for name in $(BENCHES); do \
 		echo "== bench.$$name"; .venv/bin/python -m bench.$$name || failed="$$failed $$name"; \
 	done; .venv/bin/python -m bench.report; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+# Ten minutes on one GPU of 80 GB; needs no network and no install: without vLLM, the trainer alone is checked.
+gpu-check:
+	@$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -m bench.gpu
 
 install:
 	@$(PYTHON) support/install.py

@@ -33,13 +33,12 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from calibration import Calibrator, Settings, SystematicDraw, draw_bernoulli
 from engine import Decision, EngineError, NothingScored, Rollout, Sampling
 from grpo import Sample, group_advantages, overlong_penalty
 from quality_head import HeadTrainer, QualityHead
-from support import checkpoint, launch
+from support import checkpoint, launch, model, proof
 from support.data import Prompt
 from support.distributed import gather_rollouts, shard
 from support.evaluation import evaluate, grade
@@ -188,11 +187,12 @@ class Trainer:
 
     def __init__(self, args: Args, parts: launch.Parts) -> None:
         self.args, self.parts, self.engine = args, parts, parts.engine
-        self.learner = launch.make_learner(args, parts.device)
+        self.learner = launch.make_learner(args, parts.device, parts.engine.vocabulary)
         self.policy = self.learner.policy
-        self.pruner = launch.make_pruner(Pruner, args, self.policy.model.config.hidden_size, parts.device)
+        hidden_size = self.policy.model.config.get_text_config().hidden_size
+        self.pruner = launch.make_pruner(Pruner, args, hidden_size, parts.device)
         self.sampling = Sampling(args.max_length, tuple(parts.stop_token_ids), args.temperature)
-        self.dtype, self.gap_limits = launch.working_dtype(parts.device), launch.gap_limits(args, parts.device)
+        self.dtype, self.gap_limits = model.working_dtype(parts.device), model.gap_limits(args, parts.device)
         self.clock = Clock()
         # What a checkpoint holds beside the learner and the pruner; changed at the end of a step only.
         self.step_number, self.prompts_used, self.seconds = 0, 0, 0.0
@@ -318,10 +318,7 @@ class Trainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's full weights, named as in a checkpoint, in the dtype that is sampled and saved."""
-        for name, parameter in self.policy.model.named_parameters():
-            tensor = parameter.detach()
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, full.to(self.dtype)
+        return model.full_weights(self.policy.model, self.dtype)
 
     def evaluate(self) -> Metrics:
         """Scores on every evaluation set, see `evaluation.evaluate`."""
@@ -348,20 +345,21 @@ class Trainer:
         args, folder = self.args, Path(self.args.output)
         if resume_from:
             self.restore(resume_from)
+        proof.sampler_follows(self)
         with RunLog(args, name, self.step_number if resume_from else None) as log:
             if not resume_from:
                 log.metrics({"step": 0} | self.evaluate())
             while self.step_number < args.steps:
                 try:
                     metrics, prompts, rollouts = self.step()
+                    last = self.step_number == args.steps
+                    if last or (args.eval_every and self.step_number % args.eval_every == 0):
+                        metrics |= self.evaluate()
                 except (EngineError, GraderError):
-                    # Nothing has been learnt since the step before.
+                    # Of a step that fails nothing has been learnt: this is the state after the last one.
                     if checkpoints and self.step_number:
                         launch.save_or_warn(self, folder)
                     raise
-                last = self.step_number == args.steps
-                if last or (args.eval_every and self.step_number % args.eval_every == 0):
-                    metrics |= self.evaluate()
                 log.step(metrics, prompts, rollouts)
                 if checkpoints and (last or self.step_number % args.checkpoint_every == 0):
                     launch.save_or_warn(self, folder)

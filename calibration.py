@@ -128,11 +128,14 @@ def survival_probability(tilt: Tensor, bias: float, settings: Settings) -> Tenso
 def solve_bias(tilt: Tensor, settings: Settings) -> float:
     """Bias δ for which the survival probabilities of `tilt` (N,) average κ, by bisection (A.4).
 
-    Exact to 1e-9, clipped p included. Raises ValueError if `tilt` is empty or not finite.
+    Exact to 1e-9, clipped p included. Raises ValueError if `tilt` is empty or not finite, and at
+    κ = 1, which no bias reaches.
     """
     if not len(tilt) or not tilt.isfinite().all():
         raise ValueError("the bias needs at least one tilt, and all of them finite")
     p_min, p_max = settings.p_min, settings.p_max
+    if settings.keep_ratio > p_max:
+        raise ValueError("no bias reaches a keep ratio of 1: nothing is pruned then")
     tilt = tilt.double() + settings.keep_ratio
     low, high = p_min - tilt.max().item(), p_max - tilt.min().item()  # every p is p_min, every p is p_max
     for _ in range(50):

@@ -19,7 +19,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +35,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 
 @dataclass
@@ -103,9 +105,6 @@ def token_confidence(logits: Tensor) -> Tensor:
 
     `logits` (N, V), before temperature; returns (N,) fp32. The surer the model, the larger: a peak
     leaves all other tokens a tiny probability.
-
-    >>> token_confidence(torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]]))
-    tensor([ 5.5452, 27.0015])
     """
     logits = logits.float()
     return logits.shape[-1] * (logits.logsumexp(-1) - logits.mean(-1))
@@ -120,6 +119,7 @@ class Engine:
     gpu_memory_utilization: share of the GPU for weights and KV cache, which `sleep` gives back.
     kv_cache_gb: size of the KV cache on a CPU.
     number: which of several engines of a run this is; callers derive seeds from it.
+    vocabulary: ids from this one on are never sampled: rows of a padded vocabulary, without a text.
     """
 
     def __init__(
@@ -135,39 +135,45 @@ class Engine:
         gpu_memory_utilization: float = 0.5,
         kv_cache_gb: float = 1.0,
         number: int = 0,
+        vocabulary: int | None = None,
         verbose: bool = False,
     ) -> None:
         self.detect_length, self.max_model_len, self.number = detect_length, max_model_len, number
+        self._shapes, constructors = _describe(model)
         self.on_gpu = torch.cuda.is_available()
         _prepare_environment(self.on_gpu, verbose)
         import vllm
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+        both = dict(skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs")
+        both |= dict(enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True)
+        sizes = dict(max_model_len=max_model_len, max_num_seqs=max_num_seqs, tensor_parallel_size=tensor_parallel)
         gpu = dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization)
         # Chunked prefill rewinds the generator of a rollout, which a CPU's generator cannot do.
         cpu = dict(enforce_eager=True, kv_cache_memory_bytes=int(kv_cache_gb * 2**30), enable_chunked_prefill=False)
         self.llm = vllm.LLM(
             model,
             dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
             seed=seed,
-            tensor_parallel_size=tensor_parallel,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
-            async_scheduling=False,
             # Ranks of one torchrun may share this engine; without a process group it is alone.
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             use_tqdm_on_load=verbose,
+            **(sizes | both),
             **(gpu if self.on_gpu else cpu),
         )
+        for cls, constructor in constructors.items():
+            if cls.__init__ is not constructor:
+                # A trainer's model is of this class too, and is none of vLLM's to compile.
+                cls.__init__, cls.do_not_compile = constructor, True
         self.engine = self.llm.llm_engine
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         if not isinstance(self.runner, GPUModelRunner):
             raise RuntimeError(f"the hook knows vLLM's V1 model runner, not {type(self.runner)}")
         self._compute_logits = self.runner.model.compute_logits
+        self._packed = [] if self.on_gpu else list(self.runner.model.modules())
+        width = self.llm.model_config.get_vocab_size()
+        self.vocabulary = width if vocabulary is None else min(vocabulary, width)
+        self._padded = self.vocabulary < width
         self._next_request = 0  # never reused: no output can be taken for one of an earlier request
         self._live: dict[int, Rollout] = {}  # request -> rollout in flight or waiting
         self._aborted: set[int] = set()  # since the last step
@@ -208,7 +214,7 @@ class Engine:
         show = progress and os.environ.get("RANK", "0") == "0"
         bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not show or None)
         self.hook_seconds, self._confidences = 0.0, [] if confidence else None
-        if pruner is not None or last_states or confidence:
+        if self._padded or pruner is not None or last_states or confidence:
             self.runner.model.compute_logits = self._hook
         try:
             for rollout in rollouts:
@@ -242,6 +248,8 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         neutral = dict(n=1, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+        # Log-probs of the sampled token alone.
+        outputs = dict(logprobs=0, flat_logprobs=True, detokenize=False, min_tokens=0, ignore_eos=True)
         if seed is not None:
             seed = random.Random(f"{seed}-{rollout.group}-{rollout.sample}").getrandbits(62)
         params = SamplingParams(
@@ -249,15 +257,11 @@ class Engine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt)),
-            min_tokens=0,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
             # Thousands of partial outputs a step would cost more than the hook does.
             output_kind=RequestOutputKind.FINAL_ONLY,
             **neutral,
+            **outputs,
         )
         request, self._next_request = self._next_request, self._next_request + 1
         self._live[request] = rollout
@@ -268,6 +272,7 @@ class Engine:
     def _hook(self, hidden: Tensor) -> Tensor:
         """In place of `model.compute_logits`: note whose rows (rows, H) are sampled, and which tokens."""
         logits = self._compute_logits(hidden)
+        logits[:, self.vocabulary :] = -torch.inf
         start, batch = time.perf_counter(), self.runner.input_batch
         count = batch.num_reqs
         if len(hidden) != count:
@@ -276,14 +281,14 @@ class Engine:
         tokens = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count] + 1
         tokens = np.where(self.runner.discard_request_mask.np[:count], 0, tokens).tolist()
         # Copied now: vLLM may reorder its batch before `step` returns.
-        requests = [_number(internal) for internal in batch.req_ids[:count]]
+        requests = [int(name.split("-")[0]) for name in batch.req_ids[:count]]
         if not self._aborted.isdisjoint(requests):
             raise RuntimeError("vLLM went on with a rollout that was aborted")
         self._aborted.clear()
         rows = {key: row for row, key in enumerate(zip(requests, tokens))}
         self._step = (rows, hidden)
         if self._confidences is not None:
-            self._confidences.append((np.array(list(rows)), token_confidence(logits)))
+            self._confidences.append((np.array(list(rows)), token_confidence(logits[:, : self.vocabulary])))
         self.hook_seconds += time.perf_counter() - start
         return logits
 
@@ -324,7 +329,7 @@ class Engine:
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
         dropped = [request for request, decision in zip(reached, decisions) if not decision.keep]
         # From the model runner: vLLM returns nothing of an aborted request.
-        sampled = {_number(internal): state.output_token_ids for internal, state in self.runner.requests.items()}
+        sampled = {int(name.split("-")[0]): state.output_token_ids for name, state in self.runner.requests.items()}
         for request in dropped:
             self._live[request].finish, self._live[request].token_ids = "pruned", list(sampled[request])
         self._abort(dropped)
@@ -350,18 +355,34 @@ class Engine:
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights, named as in the Hugging Face checkpoint, and forget the old ones.
 
-        A partial load raises no error. Compare the log-probs of the next rollouts with the trainer's.
+        Raises EngineError where tensors are missing, unknown or of another shape, which vLLM does
+        not. Compare the log-probs of the next rollouts with the trainer's all the same.
         """
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        wrong = dict(self._shapes)
+
+        def right() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if wrong.pop(name, None) == tensor.shape:
+                    yield name, tensor
+                else:
+                    wrong[name] = tensor.shape
+
+        for module in self._packed:
+            if hasattr(method := getattr(module, "quant_method", None), "moe_kernel"):
+                method.moe_kernel = None  # experts are packed when it is made, and not again
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": right()})
         self._refresh_packed_head()
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache: requests are still running")
+        if wrong:
+            some = ", ".join(sorted(wrong)[:3])
+            raise EngineError(f"a weight sync had {len(wrong)} tensors too few, too many or of another shape: {some}")
 
     def _refresh_packed_head(self) -> None:
         """On a CPU lm_head is packed at load time; a tied one's pack is not renewed by vLLM."""
-        if not self.on_gpu:
-            head = self.runner.model.lm_head
-            head.quant_method.process_weights_after_loading(head)
+        for module in self._packed:
+            if type(module).__name__ == "ParallelLMHead":
+                module.quant_method.process_weights_after_loading(module)
 
     def sleep(self) -> None:
         """Give the GPU's memory to the trainer. Level 1: level 2 loses buffers (vllm#16564)."""
@@ -370,24 +391,28 @@ class Engine:
 
     def wake(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Undo `sleep`, and sync before the KV cache is back: the weights are there twice by then."""
-        if self.on_gpu and self.engine.is_sleeping():
+        asleep = self.on_gpu and self.engine.is_sleeping()
+        if asleep:
             self.llm.wake_up(tags=["weights"])
-            self.sync(weights)
+        self.sync(weights)
+        if asleep:
             self.llm.wake_up(tags=["kv_cache"])
-        else:
-            self.sync(weights)
 
     def close(self) -> None:
         """Take the engine down; before the process group, which it uses."""
         core = self.engine.engine_core
-        del self.runner, self.engine, self.llm, self._compute_logits
+        del self.runner, self.engine, self.llm, self._compute_logits, self._packed
         core.shutdown()
         gc.collect()
 
 
-def _number(internal: str) -> int:
-    """The number of the request that vLLM calls `internal`."""
-    return int(internal.partition("-")[0])
+def _describe(model: str) -> tuple[dict[str, torch.Size], dict[type, Callable]]:
+    """Shapes of the checkpoint's tensors, and how its classes are built: vLLM changes some of them."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    tensors = revert_weight_conversion(empty, {name: p.detach() for name, p in empty.named_parameters()})
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return shapes, {cls: cls.__init__ for cls in map(type, empty.modules())}
 
 
 def _stop_together(failure: Exception | None) -> None:

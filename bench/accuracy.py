@@ -1,11 +1,11 @@
-"""Held-out accuracy of GRPO and DAPO without and with ARRoL, at equal steps and at equal time (Tables 1 and 2).
+"""Held-out accuracy of GRPO and DAPO without and with ARRoL (Tables 1 and 2).
 
     python -m bench.accuracy                                  the embedded model, 12 runs
     python -m bench.accuracy --model Qwen/Qwen3-1.7B-Base --eval-data math500 amc23
 
-Equal time is when the faster run of a seed ended. The slower run's score at that time lies on the straight
-line between its evaluations before and after. Learning slows down, so that the true curve is above such a
-line and the slower method is put a little lower than it was.
+Equal time is when the faster run of a seed ended. The slower run's score at that time lies on the
+straight line between its evaluations before and after. Learning slows down, so that the true curve
+is above such a line and the slower method is put a little lower than it was.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS = ("avg, equal steps", "greedy, equal steps", "pass@16, equal steps", "a
 
 
 def compare(plain: Run, pruned: Run) -> dict[str, float]:
-    """Two runs of one seed: times, speed-ups, scores at equal steps and at equal time, and their difference."""
+    """Two runs of one seed: times, speed-ups, scores at equal steps and at equal time."""
     end = min(plain.seconds, pruned.seconds)
     found = {
         "seconds, plain": plain.seconds,

@@ -2,8 +2,8 @@
 
     python -m bench.convergence
 
-The reward is that of all rollouts that were sampled, pruned ones by their survivors' weights. A step's
-reward is that of the policy it begins with, so it is placed where the step begins.
+The reward is that of all rollouts that were sampled, pruned ones by their survivors' weights. A
+step's reward is that of the policy it begins with, so it is placed where the step begins.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def reached(curve: Sequence[tuple[float, float]], level: float) -> float | None:
 
 
 def against(plain: Run, run: Run, end: float) -> dict[str, float]:
-    """A run beside that of GRPO with the same seed: rewards at the end and after `end` seconds; if it gets to
-    GRPO's last reward, when it does."""
+    """A run beside that of GRPO with the same seed: rewards at the end and after `end` seconds, and
+    when it got to GRPO's last reward, if it did."""
     curve, level = smoothed(run), smoothed(plain)[-1][1]
     found = {"seconds": run.seconds, "last": curve[-1][1], "equal time": interpolate(curve, end)}
     there, plain_there = reached(curve, level), reached(smoothed(plain), level)

@@ -1,10 +1,10 @@
-"""GPU memory per rank and phase, from configs and flags by support/memory.py: no GPU, no weights, no download.
+"""GPU memory per rank and phase, by support/memory.py: no GPU, no weights, no download.
 
-    python -m bench.memory                              four models on three machines, with the defaults of arrol.py
-    python -m bench.memory --token-budget 16384
+    python -m bench.memory                              four models on three machines
+    python -m bench.memory --token-budget 16384         any flag of arrol.py
     python -m bench.memory --model Qwen/Qwen3-14B-Base  another one: a folder, or a hub id
 
-Any flag of arrol.py goes too. What is assumed is listed in support/memory.py.
+What is assumed is listed in support/memory.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from bench.tables import markdown
 from support.args import TINY, Args, parse
-from support.memory import estimate, first_misfit, shape
+from support.memory import Estimate, Shape, first_misfit
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Config:
@@ -36,7 +36,7 @@ MODELS: dict[str, PretrainedConfig] = {
         num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-# Ranks and bytes per GPU. CUDA reports about 79.2 GiB of an 80 GB card and 94.5 GiB of a GH200's 96 GB.
+# Ranks, and bytes per GPU as CUDA reports them.
 MACHINES = {
     "1 × 96 GB (GH200)": (1, int(94.5 * 2**30)),
     "1 × 80 GB": (1, int(79.2 * 2**30)),
@@ -53,12 +53,12 @@ def table(models: dict[str, PretrainedConfig], args: Args) -> str:
     """`models` on MACHINES, without and with offload; sizes in GB (1e9 bytes) per rank."""
     rows = [list(HEADER)]
     for name, config in models.items():
-        counted = shape(config)
+        counted = Shape(config)
         for machine, (ranks, device_bytes) in MACHINES.items():
             for offload in (False, True):
                 flags = copy.copy(args)
                 flags.offload = offload
-                found = estimate(counted, flags, ranks, device_bytes)
+                found = Estimate(counted, flags, ranks, device_bytes)
                 sizes = (found.weights, found.masters, found.gradients, found.adam, found.activations, found.logits)
                 phases = (*(found.phases[phase] for phase in PHASES), found.host)
                 cells = [[f"{size / 1e9:.1f}" for size in group] for group in (sizes, phases)]

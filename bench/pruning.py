@@ -1,11 +1,12 @@
-"""What random pruning, ARRoL and two selectors after generation leave of each group, at one keep ratio (Table 4).
+"""What random pruning, ARRoL and two selectors after generation leave of each group (Table 4).
 
     python -m bench.pruning
 
-Random and ARRoL are runs of their own, so that their policies differ, too. To compare on the same rollouts, a
-run is trained that scores all rollouts and prunes none; from its scores and windows each rule says what it
-would have kept. So do PODS (the subset whose rewards vary most) and CPPO (the largest absolute advantages).
-They see the rewards of rollouts that have all been generated: they save no generation time and are a yardstick.
+Random and ARRoL are runs of their own, so that their policies differ, too. To compare on the same
+rollouts, a run is trained that scores all rollouts and prunes none; from its scores and windows
+each rule says what it would have kept. So do PODS (the subset whose rewards vary most) and CPPO
+(the largest absolute advantages). They see the rewards of rollouts that have all been generated:
+they save no generation time and are a yardstick.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def pods(rewards: Sequence[float], count: int) -> list[int]:
 
 
 def cppo(rewards: Sequence[float], count: int) -> list[int]:
-    """Indices of the `count` rollouts with the largest absolute advantage (CPPO); of equal ones, the first.
+    """Indices of the `count` rollouts with the largest absolute advantage (CPPO).
 
     The group's standard deviation divides all of its advantages and changes no order.
     """
@@ -85,7 +86,7 @@ def steps_of(run: Run) -> Iterator[tuple[int, list[dict]]]:
 
 
 def survival(rows: list[dict], rule: Rule, keep_ratio: float, calibrator: Calibrator, args: dict) -> Tensor:
-    """Survival probabilities (N,) of a step's rollouts under a rule, as in training; 1 where not scored."""
+    """Survival probabilities (N,) of a step's rollouts under a rule; 1 where not scored."""
     if rule is None:
         return torch.tensor([1.0 if row["score"] is None else keep_ratio for row in rows], dtype=torch.float64)
     scores = torch.tensor([math.nan if row["score"] is None else row["score"] for row in rows])
@@ -104,10 +105,10 @@ def complete_groups(rows: list[dict]) -> list[list[int]]:
 
 
 def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:
-    """Rule or selector -> means of `MEASURES` over what it leaves of complete groups after the cold start.
+    """Rule or selector -> means of `MEASURES` over what it leaves of complete groups.
 
-    The windows hold all rollouts, not survivors alone. Rules draw `DRAWS` times, independently
-    (`--survival bernoulli`), and see all of a group at once.
+    The cold start is left out. Windows hold all rollouts, not survivors alone. Rules draw `DRAWS`
+    times, independently (`--survival bernoulli`), and see all of a group at once.
     """
     args, calibrator = run.args, Calibrator(run.args["bins"], run.args["alpha"], run.args["window"])
     rules = RULES | {"ARRoL": (args["tilt"], args["balance"])}

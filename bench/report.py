@@ -1,8 +1,8 @@
-"""bench/RESULTS.md from bench/results: differences from the paper first, then targets, tables and pictures.
+"""bench/RESULTS.md from bench/results: differences from the paper, targets, tables, pictures.
 
     python -m bench.report
 
-Whether a target is met is computed from the JSON files. bench/results/differences.md is written by hand.
+Whether a target is met is computed. bench/results/differences.md is written by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.runs import results_parser
 
 ORDER = ("accuracy", "convergence", "speed", "pruning", "keep_ratio", "voting", "head", "theory")
 ACCURACY, VOTE = ("accuracy", "pairs", "GRPO"), ("voting", "methods", "GRPO + ARRoL")
-# What is wanted, the path to its estimate (file, then keys), the least that is wanted, and how to print it.
+# What is wanted, the path to its estimate (file, then keys), the least of it, how to print it.
 TARGETS: list[tuple[str, tuple[str, ...], float, str]] = [
     ("ARRoL − GRPO, accuracy at equal steps, at least 0", (*ACCURACY, "avg, equal steps, difference"), 0.0, "+.3f"),
     ("ARRoL − GRPO, accuracy at equal time, above 0", (*ACCURACY, "avg, equal time, difference"), 0.0, "+.3f"),

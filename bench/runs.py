@@ -4,9 +4,9 @@
     runs = train(plan, ["GRPO", "GRPO + ARRoL"])    name of the method -> one run for each seed
     python -m bench.runs                            trains all of them
 
-A method is a few flags of arrol.py; its runs share all other flags, data, evaluation and seeds. Seeds
-are the outer loop: a machine that gets slower does so for all methods. A run that ended is not trained
-again. One that failed or was interrupted ends the program; the same command resumes it.
+A method is a few flags of arrol.py; its runs share all other flags, data, evaluation and seeds.
+Seeds are the outer loop: a machine that gets slower does so for all methods. A run that ended is
+not trained again. One that failed or was interrupted ends the program; the same command resumes it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ METHODS = {
     "GRPO + ARRoL, κ = 0.25": "--algo grpo --prune arrol --keep-ratio 0.25",
     "GRPO + ARRoL, κ = 0.75": "--algo grpo --prune arrol --keep-ratio 0.75",
 }
-# Twice as many rollouts as slots, so that others take the place of pruned ones: on a CPU a step of vLLM
-# takes about as long with half of the rows. 24 runs of 2 to 4 minutes on 2 idle cores.
+# Twice as many rollouts as slots, so that others take the place of pruned ones: on a CPU a step of
+# vLLM takes about as long with half of the rows. 24 runs of 2 to 4 minutes on 2 idle cores.
 EMBEDDED = (
     "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5 --max-num-seqs 256"
 )
@@ -58,7 +58,7 @@ RECORD = "run.json"
 
 @dataclass(frozen=True)
 class Plan:
-    """The flags of a command: seeds, flags of arrol.py for all methods, folders of runs and results."""
+    """What a command was asked for; `flags` are those of arrol.py, for all methods."""
 
     seeds: list[int]
     flags: list[str]
@@ -136,7 +136,7 @@ def scores(line: Metrics) -> dict[str, float]:
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The value at `at`, on the line through the points around it. Raises ValueError outside of them.
+    """The value at `at`, between the points around it. Raises ValueError outside of them.
 
     >>> interpolate([(0.0, 0.5), (100.0, 0.7)], 25.0)
     0.55
@@ -224,7 +224,7 @@ def _train_one(plan: Plan, method: str, seed: int, title: str) -> None:
 
 
 def run_program(program: str, flags: list[str], folder: Path, title: str) -> None:
-    """Run arrol.py or tts.py with its output in output.log of `folder`. Ends this program if it fails."""
+    """Run arrol.py or tts.py, its output in `folder`. Ends this program if it fails."""
     # Without this, SIGTERM would end this program alone.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log = folder / "output.log"

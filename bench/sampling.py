@@ -1,10 +1,11 @@
 """What the extras of sampling cost: token confidence, the last states, a seed for each rollout.
 
-    python -m bench.sampling                            the embedded model, 256 in flight, 4 minutes on 2 CPU cores
+    python -m bench.sampling    the embedded model, 4 minutes on 2 CPU cores
     python -m bench.sampling --model Qwen/Qwen3-1.7B-Base --data math500 --rounds 3
 
-Each round samples the same prompts plainly and with each extra, in an order that rotates. A cost is the
-median over rounds of seconds per token against plain sampling in the same round. Any flag of tts.py goes too.
+Each round samples the same prompts plainly and with each extra, in an order that rotates. A cost is
+the median over rounds of seconds per token against plain sampling in the same round. Any flag of
+tts.py goes too.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ def measure(sampler: Sampler, rounds: int) -> dict[str, Rounds]:
 
 
 def table(found: dict[str, Rounds]) -> str:
-    """Costs with their quartiles; and the hook's share of the time, which on a CPU is what confidence and states
-    cost, without the noise of two measurements."""
+    """Costs; and the hook's share of the time, which says on a CPU the same with less noise."""
     plain = [seconds / tokens for seconds, tokens, _ in found["nothing"]]
     lines = [f"{'extra':14s}  tokens/s   cost (median, quartiles of {len(plain)} rounds)   in the hook"]
     for name, rounds in found.items():

@@ -1,12 +1,13 @@
-"""Seconds per phase of a GRPO step and an ARRoL step, in turn on the same prompts and weights (Table 5).
+"""Seconds per phase of GRPO steps and ARRoL steps, in turn on the same prompts (Table 5).
 
     python -m bench.speed                          the embedded model, 2 CPU cores, about 6 minutes
     python -m bench.speed --model Qwen/Qwen3-1.7B-Base --pairs 5
 
-L_detect is a quarter of the mean response length, which the first step measures. The learning rate is 0: both
-kinds of step do all the work, and the weights stay the same. On the embedded model a step has 96 x 16 rollouts
-on 768 slots, so that rollouts that wait take the place of pruned ones: with fewer, the fixed cost of a step of
-vLLM on a CPU hides the savings. Any flag of arrol.py goes too.
+L_detect is a quarter of the mean response length, which the first step measures. The learning rate
+is 0: both kinds of step do all the work, and the weights stay the same. On the embedded model a
+step has 96 x 16 rollouts on 768 slots, so that rollouts that wait take the place of pruned ones:
+with fewer, the fixed cost of a step of vLLM on a CPU hides the savings. Any flag of arrol.py goes
+too.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def measure(args: Args, pairs: int) -> tuple[Args, list[dict], list[dict]]:
 
 
 def compare(plain: list[dict], pruned: list[dict], prompt_tokens: float) -> dict[str, dict]:
-    """For each phase: median and half the distance of the quartiles of both kinds of step, the medians' ratio,
-    the pairs' mean ratio with its interval, and the ratio that token counts allow."""
+    """For each phase: median and half the distance of the quartiles of both kinds of step, the
+    medians' ratio, the pairs' mean ratio with its interval, the ratio that token counts allow."""
 
     def middle(lines: list[dict], key: str) -> dict[str, float]:
         low, median, high = statistics.quantiles([line[key] for line in lines], n=4)

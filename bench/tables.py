@@ -1,11 +1,11 @@
-"""What a table is made of: means over seeds with intervals, Markdown, a picture, and on what it was measured.
+"""What a table is made of: means over seeds with intervals, Markdown, a picture, provenance.
 
     publish("accuracy", plan, runs, {"pairs": found}, figure, table=markdown(rows))
 
-leaves bench/results/accuracy.json, .md and .png; the text around the table is bench/notes/accuracy.md.
-Intervals are Student's t over seeds: with three of them the half-width is 2.5 standard deviations of a
-single run (4.3 / √3). Differences are taken seed by seed, since both runs of a seed share data and
-evaluation; the runs of all methods are in the order of seeds.
+leaves bench/results/accuracy.json, .md and .png; the text around the table is
+bench/notes/accuracy.md. Intervals are Student's t over seeds: with three of them the half-width is
+2.5 standard deviations of a single run (4.3 / √3). Differences are taken seed by seed, since both
+runs of a seed share data and evaluation; the runs of all methods are in the order of seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NOTES = ROOT / "bench" / "notes"
-# 97.5% quantile of Student's t for 1, 2, … degrees of freedom; the last one, for more, is a little too wide.
+# 97.5% quantile of Student's t for 1, 2, … degrees of freedom; for more, the last one.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 COLORS = {
     "GRPO": "tab:gray",
@@ -39,15 +39,9 @@ COLORS = {
 }
 
 
-class Cell(Protocol):
-    """A number of a table, with its spread."""
-
-    def show(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and its 95% interval, which one seed alone does not have."""
+    """A mean over seeds and its 95% interval, which one seed alone does not have (`estimate`)."""
 
     values: list[float]
     mean: float
@@ -55,7 +49,7 @@ class Estimate:
     high: float | None
 
     def show(self, form: str = ".3f") -> str:
-        """`0.759 ± 0.012`; with a sign, where it matters on which side 0 is, `+0.010 (−0.002 to +0.022)`."""
+        """`0.759 ± 0.012`; with a sign in the form, `+0.010 (−0.002 to +0.022)`."""
         if self.low is None or self.high is None:
             return format(self.mean, form).replace("-", "−")
         if form.startswith("+"):
@@ -93,11 +87,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def table(corner: str, body: Mapping[str, Mapping[str, Cell]], paper: Mapping[str, Sequence[str]] | None = None) -> str:
-    """A table whose rows all have the same columns; `paper` has rows to put behind those of the same name."""
-    lines = [[corner, *next(iter(body.values()))]]
+def table(
+    corner: str, body: Mapping[str, Mapping[str, Estimate]], paper: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """A table with a column for each key; `paper` has rows to put behind those of the same name."""
+    columns = list(dict.fromkeys(key for row in body.values() for key in row))
+    lines = [[corner, *columns]]
     for name, row in body.items():
-        lines.append([name, *(cell.show() for cell in row.values())])
+        lines.append([name, *(show(row, key) for key in columns)])
         if paper and name in paper:
             lines.append([*paper[name], *[""] * (len(lines[0]) - len(paper[name]))])
     return markdown(lines)
@@ -151,7 +148,7 @@ def new_figure(*panels: str, rows: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def plot_seeds(axes: Axes, name: str, color: str, curves: Sequence[Sequence[tuple[float, float]]]) -> None:
-    """Each seed's curve thin, behind their mean, drawn where all of them are. Points are in order of x."""
+    """Each seed's curve thin, and their mean where all of them are. Points by x."""
     for curve in curves:
         axes.plot(*zip(*curve), color=color, alpha=0.35, linewidth=0.7)
     if not curves:

@@ -2,13 +2,14 @@
 
     python -m bench.theory
 
-(a) Theorem 4.2's bound on |ρ̂ − ρ| beside what is measured, (b) what windows of survivors alone do to the
-prior π, to q and to the keep rate, (c) how many of a group survive, Bernoulli against systematic, (d) Eq. 2
-as printed against `--tilt group`. All of it with the code that trains (`calibration.py`).
+(a) Theorem 4.2's bound on |ρ̂ − ρ| beside what is measured, (b) what windows of survivors alone do
+to the prior π, to q and to the keep rate, (c) how many of a group survive, Bernoulli against
+systematic, (d) Eq. 2 as printed against `--tilt group`. All of it with the code that trains
+(`calibration.py`).
 
-The world: a prompt's success rate is μ ~ Beta(0.64, 1.36), with the mean 0.32 of Table 4's random row; a
-rollout's latent success probability is q* ~ Beta(2μ, 2(1 − μ)), known once it is at L_detect; its label is
-Bernoulli(q*), independent of all others.
+The world: a prompt's success rate is μ ~ Beta(0.64, 1.36), with the mean 0.32 of Table 4's random
+row; a rollout's latent success probability is q* ~ Beta(2μ, 2(1 − μ)), known once it is at
+L_detect; its label is Bernoulli(q*), independent of all others.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Rows = dict[str, dict[str, Estimate]]
 
 
 def population(groups: int, size: int, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Success rates μ (groups, 1), latent q* (groups, size), both fp64, and labels (groups, size) bool."""
+    """Success rates μ (groups, 1), latent q* and bool labels (groups, size)."""
     rate = rng.beta(2 * MEAN_RATE, 2 * (1 - MEAN_RATE), (groups, 1)).clip(1e-3, 1 - 1e-3)
     latent = rng.beta(2 * rate, 2 * (1 - rate), (groups, size))
     labels = rng.random((groups, size)) < latent
@@ -57,7 +58,7 @@ def population(groups: int, size: int, rng: np.random.Generator) -> tuple[Tensor
 
 
 def posteriors(rate: Tensor, latent: Tensor, rng: np.random.Generator) -> dict[str, Tensor]:
-    """What a head may make of q*: q (groups, size) by name. It sees no labels, as the theorem demands."""
+    """What a head may make of q*, without labels: q (groups, size) by name."""
     noise = torch.from_numpy(rng.uniform(-NOISE, NOISE, latent.shape))
     return {"exact": latent, "noisy": (latent + noise).clamp(0, 1), "knows the prompt alone": rate.expand_as(latent)}
 
@@ -70,7 +71,7 @@ def survival(q: Tensor, tilt: cal.Tilt, balance: float) -> Tensor:
 
 
 def draw(p: Tensor, how: str, generator: torch.Generator, least: int = LEAST) -> Tensor:
-    """Keep decisions (groups, size) bool. Once only `least` of a group are left, all others stay."""
+    """Keep decisions (groups, size); once only `least` of a group are left, they stay."""
     if how == "systematic":
         keep = cal.SystematicDraw(generator)(p.flatten(), group_ids(p).flatten()).view_as(p)
     else:
@@ -104,7 +105,7 @@ def bound(latent: Tensor, epsilon: Tensor | float, target: float = TARGET, delta
 
 
 def prune_one(q: Tensor, target: float = TARGET) -> Tensor:
-    """The theorem's rule: drop the rollout without which the mean posterior is nearest to ρ; keep (groups, G) bool."""
+    """The theorem's rule drops one: the mean q of the others is nearest to ρ; keep (groups, G)."""
     without = (q.sum(1, keepdim=True) - q) / (q.shape[1] - 1)
     return torch.arange(q.shape[1]) != (without - target).abs().argmin(1, keepdim=True)
 
@@ -173,9 +174,10 @@ def truth_table(bins: int, rng: np.random.Generator) -> Tensor:
 def windows(name: str, tilt: cal.Tilt | None, balance: float, seed: int, truth: Tensor) -> Cells:
     """One kind of windows over `STEPS` steps: means over what arrives in the second half of them.
 
-    tilt None: random survivors, p = κ. Theory: survivors are drawn with weight p, so that π of a window of
-    them is off by Cov(p, q*) / E[p]. With δ solved over survivors κ = E[p²] / E[p], hence E[p] = κ − Var(p) / E[p]
-    under Eq. 2 as printed. The group tilt sums to 0 over whoever is left of a group, so that δ stays 0.
+    tilt None: random survivors, p = κ. Theory: survivors are drawn with weight p, so that π of a
+    window of them is off by Cov(p, q*) / E[p]. With δ solved over survivors κ = E[p²] / E[p], hence
+    E[p] = κ − Var(p) / E[p] under Eq. 2 as printed. The group tilt sums to 0 over whoever is left
+    of a group, so that δ stays 0.
     """
     make, sees_pruned = WINDOWS[name]
     calibrator, rng, generator = make(), np.random.default_rng((seed, 1)), torch.Generator().manual_seed(seed)
@@ -240,7 +242,7 @@ BINS = 10
 
 
 def tilts(seed: int, groups: int = 4000) -> tuple[dict[str, Cells], dict[str, list[float]]]:
-    """Of each rule: means over groups, and ρ̂(1 − ρ̂) of its survivors by success rate (`BINS` numbers)."""
+    """Of each rule: means over groups, and ρ̂(1 − ρ̂) by success rate (`BINS` numbers)."""
     rng, generator = np.random.default_rng((seed, 3)), torch.Generator().manual_seed(seed)
     rate, latent, labels = population(groups, SIZE, rng)
 

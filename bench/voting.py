@@ -1,9 +1,10 @@
-"""Voting among 32 answers of each trained model: majority, DeepConf, and ARRoL's vote by the quality head (Table 3).
+"""Voting among 32 answers of each trained model: majority, DeepConf, and ARRoL (Table 3).
 
-    python -m bench.voting                                             both models that ARRoL trained, all seeds
-    python -m bench.voting --model Qwen/Qwen3-1.7B-Base --data amc23   (default there: amc23 aime24 aime25)
+    python -m bench.voting    both models that ARRoL trained, all seeds
+    python -m bench.voting --model Qwen/Qwen3-1.7B-Base --data amc23
 
-Each is one call of tts.py on the last checkpoint of a training run; its files are kept in the run's folder.
+Each is one call of tts.py on the last checkpoint of a training run; its files are kept in the run's
+folder.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def main() -> None:
     output = parser.parse_args().output
     args = parse(["--eval-data"])
     with launch.open_parts(args) as parts:
-        learner = launch.make_learner(args, parts.device)
+        learner = launch.make_learner(args, parts.device, parts.engine.vocabulary)
         pruner = Pruner(learner.policy.model.config.hidden_size, GROUP_SIZE, Settings(), cold_start=ROUNDS, bins=32)
         for step in range(ROUNDS):
             pruner.begin(step + 1)

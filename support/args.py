@@ -162,6 +162,7 @@ def parse_tts(argv: list[str]) -> TtsArgs:
     a.output = a.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-tts"
     rules = [
         ("temperature", a.temperature == 0 and a.n > 1, "greedy samples are all alike: use --n 1, or a temperature"),
+        ("head", bool(a.head) and not Path(a.head).is_file(), "there is no such file"),
         ("early_stop", a.early_stop and not a.head, "a quality head stops; name one by --head, or a checkpoint of one"),
         ("output", Path(a.output).is_file() or Path(a.output, "scores.json").exists(), "it is a file, or has results"),
     ]

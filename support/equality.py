@@ -192,7 +192,7 @@ def _apart(first: Basic, second: Basic) -> bool:
         symbol: Rational(int.from_bytes(symbol.name.encode()) % 997 + 1009, 613) for symbol in difference.free_symbols
     }
     parts = difference.evalf(15, subs=values, maxn=200).as_real_imag()
-    if any(part.is_Float and part._prec > 1 and part != 0 for part in parts):
+    if any(value.is_Float and value._prec > 1 and value != 0 for value in parts):
         return True
     exact = difference if values else difference.doit()
     return bool(exact.is_Rational and exact != 0)

@@ -17,25 +17,23 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from calibration import Settings
 from engine import Engine, EngineError, NothingScored, PruneHook
-from grpo import Learner, LossConfig, NonFiniteGradients, Policy, SamplerGapError
-from grpo import shard as shard_policy
+from grpo import Learner, LossConfig, NonFiniteGradients, SamplerGapError
 from support import checkpoint, data, distributed
-from support.args import Args, SamplingArgs, fail
+from support.args import Args, fail
 from support.distributed import print0, rank
 from support.evaluation import EvalSet, contaminated, load_benchmark, make_benchmark
 from support.grader import Grader, GraderError
-from support.memory import first_misfit
+from support.model import engine_from, load_policy, load_tokenizer, refuse_untrainable, vocabulary
 from support.pictures import plot_reward
 from support.report import load_metrics, summary
 from tiny.sums import sums_range
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 # What ends a run for a reason that one sentence can tell.
 STOPS = (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError)
@@ -54,24 +52,7 @@ class Parts:
     device: torch.device
 
 
-# ------------------------------------------------------------------ data, model, engine
-
-
-def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
-    """The model's tokenizer, the ids that end a response, and its config."""
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        fail(f"--model {args.model}: its config or tokenizer cannot be loaded: {str(error).splitlines()[0]}")
-    try:
-        generation_config = GenerationConfig.from_pretrained(args.model)
-    except OSError:
-        # Many base models have none.
-        generation_config = None
-    limit = getattr(config, "max_position_embeddings", args.max_length)
-    if args.max_length > limit:
-        fail(f"--max-length {args.max_length}: the model has {limit} positions")
-    return tokenizer, data.stop_token_ids(tokenizer, config, generation_config), config
+# ------------------------------------------------------------------ data, trainer
 
 
 def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[data.Prompt], list[EvalSet]]:
@@ -91,15 +72,12 @@ def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[d
             elif args.eval_problems or not sums_range(spec if spec != "held-out" else args.dataset):
                 found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
                 benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
+        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
     except ValueError as error:
         fail(str(error))
     for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
         if count > 1:
             fail(f"--eval-data: {count} sets are called {name}, as are their scores; rename a file or leave one out")
-    try:
-        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
-    except ValueError as error:
-        fail(str(error))
     if not prompts:
         too_long = f"{dropped} longer than --max-prompt {args.max_prompt}"
         fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {too_long})")
@@ -126,46 +104,11 @@ def quiet(verbose: bool) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def working_dtype(device: torch.device) -> torch.dtype:
-    """What weights are sampled with and saved in. A CPU without AVX512-BF16 emulates bfloat16, 10 times slower."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-@contextlib.contextmanager
-def engine_from(args: SamplingArgs, device: torch.device, tensor_parallel: int = 1) -> Iterator[Engine]:
-    """The engine that the flags ask for, taken down at the end, before the process group, which it uses."""
-    engine = Engine(
-        args.model,
-        args.detect_length,
-        args.max_length,
-        args.max_num_seqs,
-        tensor_parallel=tensor_parallel,
-        number=distributed.engine_number(),
-        dtype=working_dtype(device),
-        seed=args.seed,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        kv_cache_gb=args.kv_cache_gb,
-        verbose=args.verbose,
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def load_policy(args: Args, device: torch.device, frozen: bool = False) -> Policy:
-    """The model under FSDP2, to be trained or as the frozen reference of `--beta`."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    policy = Policy(model, args.temperature)
-    checkpointing = device.type == "cuda" and not frozen
-    return shard_policy(policy, device, checkpointing, offload=args.offload).requires_grad_(not frozen)
-
-
-def make_learner(args: Args, device: torch.device) -> Learner:
-    """Policy, loss and optimizer as the flags say."""
+def make_learner(args: Args, device: torch.device, vocabulary: int) -> Learner:
+    """Policy, loss and optimizer as the flags say. vocabulary: the sampler's, see `Engine`."""
     high = args.clip_high if args.clip_high is not None else (0.28 if args.algo == "dapo" else 0.2)
     return Learner(
-        load_policy(args, device),
+        load_policy(args, device, vocabulary),
         LossConfig(args.algo, args.clip_low, high, args.beta, args.tis_cap),
         lr=args.lr,
         warmup_steps=args.warmup_steps,
@@ -173,7 +116,7 @@ def make_learner(args: Args, device: torch.device) -> Learner:
         grad_clip=args.grad_clip,
         token_budget=args.token_budget,
         minibatches=args.minibatches,
-        reference=load_policy(args, device, frozen=True) if args.beta > 0 else None,
+        reference=load_policy(args, device, vocabulary, frozen=True) if args.beta > 0 else None,
     )
 
 
@@ -201,13 +144,6 @@ def make_pruner(pruner: type, args: Args, hidden_size: int, device: torch.device
     return distributed.SharedDecisions(made) if args.tp > 1 else made
 
 
-def gap_limits(args: Args, device: torch.device) -> tuple[float, float]:
-    """Largest |log-prob of sampler - of trainer|, in nats: of one token, and on average over a batch."""
-    exact = working_dtype(device) == torch.float32
-    mean = args.max_gap if args.max_gap is not None else (0.001 if exact else 0.1)
-    return (10 if exact else 50) * mean, mean
-
-
 def grader_workers() -> int:
     """Processes that grade for this rank: half of its share of this machine's CPUs, 2 to 16."""
     cpus, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -225,12 +161,10 @@ def open_parts(args: Args) -> Iterator[Parts]:
     try:
         with distributed.node_by_node():
             tokenizer, stop_token_ids, config = load_tokenizer(args)
-            if device.type == "cuda":
-                total = torch.cuda.get_device_properties(device).total_memory
-                if problem := first_misfit(config, args, distributed.world_size(), total):
-                    fail(f"--model {args.model}: {problem}")
+            refuse_untrainable(config, args, device)
             prompts, eval_sets = load_prompts(args, tokenizer)
-        with Grader(grader_workers()) as grader, engine_from(args, device, args.tp) as engine:
+        ids = vocabulary(tokenizer, stop_token_ids, config)
+        with Grader(grader_workers()) as grader, engine_from(args, device, ids, args.tp) as engine:
             # Before the trainer's weights go to the GPU.
             engine.sleep()
             yield Parts(engine, tokenizer, prompts, eval_sets, stop_token_ids, grader, device)

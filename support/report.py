@@ -26,6 +26,14 @@ from support.metrics import Metrics
 from support.pictures import plot_rollouts
 
 PHASES = ("generate", "grade", "logprob", "update", "head", "sync", "step")
+# Of metrics whose name does not begin with that of their group; the others are about rollouts.
+GROUPS = {
+    "time": "wall_clock memory_gb epoch",
+    "prune": "pruning scored pruned keep_ratio positive_scored positive_kept rho_mean rho_variance"
+    " zero_variance_before zero_variance_after tokens_saved",
+    "head": "prior ece scores_rejected",
+    "loss": "loss kl entropy grad_norm clip_low clip_high lr gap_mean gap_max optimizer_steps skipped nonfinite",
+}
 
 
 class Clock:
@@ -60,7 +68,6 @@ class RunLog:
         self.files: dict[str, TextIO] = {}
         self.warnings = Warnings()
         self.last_group: list[dict] = []
-        self.track, self.close_tracker = _tracker(args.tracker if self.write else "none", self.folder)
         if self.write:
             self.folder.mkdir(parents=True, exist_ok=True)
             for file in ("metrics", "rollouts"):
@@ -71,6 +78,8 @@ class RunLog:
                 temporary.write_text("".join(map(_dump, kept)), "utf-8")
                 temporary.replace(path)
                 self.files[file] = path.open("a", encoding="utf-8")
+        # Now that the folder is there: wandb would write elsewhere without a word.
+        self.track, self.close_tracker = _tracker(args, self.folder if self.write else None)
         options = {"unit": "step", "dynamic_ncols": True, "disable": not self.write}
         self.bar = tqdm(total=args.steps, initial=resumed_step or 0, desc=name, **options)
 
@@ -89,7 +98,8 @@ class RunLog:
         """One line of metrics.jsonl; NaN and infinity, which JSON does not have, are left out."""
         finite = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
         self._append("metrics", [finite])
-        self.track({name: value for name, value in finite.items() if name != "step"}, int(metrics["step"]))
+        named = {tracker_name(name): value for name, value in finite.items() if name != "step"}
+        self.track(named, int(metrics["step"]))
 
     def step(self, metrics: Metrics, prompts: dict[int, Prompt], rollouts: list[Rollout]) -> None:
         """One training step: its line, its rollouts and their picture, the bar, a warning. All ranks call it."""
@@ -176,17 +186,31 @@ def memory_in_use() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
-def _tracker(name: str, folder: Path) -> tuple[Callable[[Metrics, int], None], Callable[[], None]]:
-    """Two functions, report(values, step) and close(); for "none" they do nothing."""
-    if name == "tensorboard":
+def tracker_name(metric: str) -> str:
+    """A metric's name in a tracker, which groups by what stands before the slash.
+
+    >>> [tracker_name(name) for name in ("keep_ratio", "time_sync", "reward", "eval/aime24/greedy")]
+    ['prune/keep_ratio', 'time/sync', 'rollout/reward', 'eval/aime24/greedy']
+    """
+    if "/" in metric:
+        return metric
+    group, _, rest = metric.partition("_")
+    if group in GROUPS and rest:
+        return f"{group}/{rest}"
+    return f"{next((group for group in GROUPS if metric in GROUPS[group].split()), 'rollout')}/{metric}"
+
+
+def _tracker(args: Args, folder: Path | None) -> tuple[Callable[[Metrics, int], None], Callable[[], None]]:
+    """Two functions, report(values, step) and close(); for "none", or no folder, they do nothing."""
+    if folder and args.tracker == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(folder / "tensorboard"))
         return lambda values, step: [writer.add_scalar(key, value, step) for key, value in values.items()], writer.close
-    if name == "wandb":
+    if folder and args.tracker == "wandb":
         import wandb
 
-        run = wandb.init(project="arrol", name=folder.name, dir=str(folder), reinit="create_new")
+        run = wandb.init(project="arrol", name=folder.name, dir=str(folder), config=vars(args), reinit="create_new")
         return lambda values, step: run.log(values, step=step), run.finish
     return lambda values, step: None, lambda: None
 

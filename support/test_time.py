@@ -56,13 +56,15 @@ class Sampler:
     def __init__(self, args: TtsArgs) -> None:
         launch.quiet(args.verbose)
         tokenizer, stop_token_ids, config = launch.load_tokenizer(args)
-        head, self.table, trained_at = None, None, None
+        hidden_size = config.get_text_config().hidden_size
+        try:
+            head, self.table, trained_at = load_head(Path(args.head)) if args.head else (None, None, None)
+        except ValueError as error:
+            fail(f"--head {error}")
         try:
             benchmark = evaluation.load_benchmark(args.data, "--data")
             limits = (args.max_prompt, args.instruction, args.thinking)
             prompts, self.too_long = data.tokenize(benchmark.problems, tokenizer, *limits)
-            if args.head:
-                head, self.table, trained_at = load_head(Path(args.head))
             if args.trained_on:
                 seen = evaluation.contaminated(benchmark.problems, data.load(args.trained_on)[0])
                 report = f"{benchmark.report}; CONTAMINATED: {len(seen)} of them are in {args.trained_on}"
@@ -71,12 +73,12 @@ class Sampler:
             fail(str(error).replace("--dataset", "--trained-on", 1))
         if not prompts:
             fail(f"--max-prompt {args.max_prompt}: no prompt of {benchmark.name} is that short")
-        if head is not None and (width := head.hidden.in_features) != config.hidden_size:
-            fail(f"--head {args.head}: it reads states of {width} numbers, the model's have {config.hidden_size}")
+        if head is not None and (width := head.hidden.in_features) != hidden_size:
+            fail(f"--head {args.head}: it reads states of {width} numbers, the model's have {hidden_size}")
         if args.early_stop and trained_at not in (None, args.detect_length):
             fail(f"--detect-length {args.detect_length}: {args.head} was trained at {trained_at}")
         self.args, self.benchmark, self.prompts, self.head = args, benchmark, dict(enumerate(prompts)), head
-        self.tokenizer, self.vocabulary = tokenizer, config.vocab_size
+        self.tokenizer, self.vocabulary = tokenizer, launch.vocabulary(tokenizer, stop_token_ids, config)
         self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature, args.top_p)
 
     @contextlib.contextmanager
@@ -84,7 +86,8 @@ class Sampler:
         """With grader and engine, which are taken down at the end."""
         device = start_process_group()
         try:
-            with Grader(launch.grader_workers()) as self.grader, launch.engine_from(self.args, device) as self.engine:
+            engine = launch.engine_from(self.args, device, self.vocabulary)
+            with Grader(launch.grader_workers()) as self.grader, engine as self.engine:
                 yield self
         finally:
             if dist.is_initialized():

@@ -58,13 +58,17 @@ def refused(parser: Callable[[list[str]], object], flags: list[str], capsys: pyt
         ("--keep-ratoi 0.5", "unrecognized arguments: --keep-ratoi"),
         ("--keep 0.5", "unrecognized arguments: --keep"),  # no abbreviations: a new flag would change what they mean
         ("--algo dapo --overlong-cache 300", "--overlong-cache 300: must not exceed --max-length"),
-        ("--tracker wandb", "--tracker wandb: pip install wandb first"),
         ("--max-gap 0", "--max-gap 0.0: must be in (0, inf)"),
         ("--prompts x", "argument --prompts: invalid int value: 'x'"),
     ],
 )
 def test_bad_flags(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in refused(parse, flags.split(), capsys)
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(args.importlib.util, "find_spec", lambda name: None)
+    assert "--tracker wandb: pip install wandb first" in refused(parse, ["--tracker", "wandb"], capsys)
 
 
 @pytest.mark.parametrize("parser", [parse, parse_tts])

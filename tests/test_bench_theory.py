@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.head import curve, halves, threshold_accuracy, with_logprob
+from bench.head import halves, spreads, threshold_accuracy, with_logprob
+from bench.tables import table
 from bench.theory import (
     TARGET,
     TwoBuffers,
@@ -146,10 +147,13 @@ def test_threshold_is_chosen_on_old_rows() -> None:
     assert math.isnan(threshold_accuracy(values, labels, values[:0], labels[:0]))
 
 
-def test_curve_counts_every_row() -> None:
-    """Of each tenth that has rows: mean q, positive ratio, share."""
-    points = curve(torch.tensor([0.05, 0.05, 0.95, 1.0]), torch.tensor([0.0, 1.0, 1.0, 1.0]))
-    assert points == [pytest.approx([0.05, 0.5, 0.5]), pytest.approx([0.975, 1.0, 0.5])]
+def test_what_is_undefined_is_in_no_mean() -> None:
+    """A half whose judged problems are all alike has no AUC within problems: a dash where none has."""
+    rows = spreads({"head": [{"auc": 0.5, "within": math.nan}, {"auc": 0.7, "within": math.nan}]})
+    assert table("signal", rows | {"log-prob": {"within": rows["head"]["auc"]}}).splitlines()[2:] == [
+        "| head | 0.600 ± 0.141 | – |",
+        "| log-prob | – | 0.600 ± 0.141 |",
+    ]
 
 
 def test_logprob_is_scaled_by_training_rows_alone() -> None:

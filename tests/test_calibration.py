@@ -302,10 +302,16 @@ def test_mean_survival_is_the_keep_ratio(values: list[float], keep_ratio: float)
     assert abs(p.mean().item() - keep_ratio) < 1e-6 and p.min() >= 0.05 and p.max() <= 0.95
 
 
+def test_a_keep_ratio_of_1_has_no_bias() -> None:
+    """It means that nothing is pruned, and is no reason to keep all but 5%."""
+    with pytest.raises(ValueError, match="no bias reaches"):
+        solve_bias(torch.zeros(3), Settings(1.0))
+
+
 @pytest.mark.parametrize(
     "odd",
     [
-        *[{"keep_ratio": keep_ratio} for keep_ratio in (0.04, 0.96, 1.0, math.nan)],
+        *[{"keep_ratio": keep_ratio} for keep_ratio in (0.04, 0.96, math.nan)],
         {"p_min": -0.1},
         {"p_max": 1.1},
         {"p_min": 0.6, "p_max": 0.4},

@@ -6,7 +6,7 @@ Codes such as vllm#9744 name the fault that a test guards.
 
 from __future__ import annotations
 
-import doctest
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import engine as engine_module
-from engine import Decision, Engine, EngineError, NothingScored, Rollout, Sampling
+from engine import Decision, Engine, EngineError, NothingScored, Rollout, Sampling, token_confidence
 from support import data
 from support.args import TINY
 
@@ -376,6 +376,7 @@ def test_preempted_rollouts_are_seen_once_per_token(small_cache: Engine, monkeyp
             torch.testing.assert_close(rollout.last_state, hidden[-2], atol=1e-4, rtol=0)
 
 
-def test_docstring_examples() -> None:
-    results = doctest.testmod(engine_module)
-    assert results.attempted > 0 and results.failed == 0
+def test_token_confidence_by_hand() -> None:
+    """Four equal tokens give 4 log 4; a peak leaves the others a tiny probability and gives more (Sec. 3)."""
+    found = token_confidence(torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(found, torch.tensor([4 * math.log(4), 27.0015]), atol=1e-4, rtol=0)

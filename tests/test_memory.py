@@ -17,7 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma3Config,
+    Gemma3nTextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,7 +36,7 @@ import grpo
 from grpo import Learner, LossConfig, Policy, Sample, pad, shard
 from support import memory
 from support.args import Args
-from support.memory import estimate, first_misfit, shape
+from support.memory import Estimate, Shape, first_misfit
 
 CPU = torch.device("cpu")
 SETTINGS = dict(lr=1e-6, warmup_steps=1, weight_decay=0.1, grad_clip=1.0)
@@ -78,42 +89,84 @@ def allocations(work: Callable[[], object]) -> tuple[int, int]:
     [("Qwen3-1.7B-Base", 1.72), ("Qwen3-4B-Base", 4.02), ("Qwen3-8B-Base", 8.19), ("Llama-3.2-1B", 1.24)],
 )
 def test_parameters_are_the_published_ones(name: str, billions: float) -> None:
-    assert round(shape(bench.MODELS[name]).parameters / 1e9, 2) == billions
+    assert round(Shape(bench.MODELS[name]).parameters / 1e9, 2) == billions
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parts_of_a_model_add_up(tied: bool) -> None:
     """A tied lm_head is one parameter; layers and root are everything."""
     config = small("qwen3", tie_word_embeddings=tied)
-    s = shape(config)
+    s = Shape(config)
     assert s.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert s.parameters == s.root + 3 * s.layer and s.root == (1 if tied else 2) * 64 * 64 + 64
 
 
+TEXT = dict(
+    hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=64
+)
+SIGHT = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "keys"),
+    [
+        (Gemma3Config(text_config=TEXT | {"intermediate_size": 192}, vision_config=SIGHT), 192, 2 * 16),
+        (
+            Gemma3nTextConfig(
+                **TEXT, intermediate_size=[96, 192, 96], vocab_size_per_layer_input=64, num_kv_shared_layers=0
+            ),
+            192,
+            2 * 16,
+        ),
+        (
+            Qwen3MoeConfig(
+                **TEXT, intermediate_size=96, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=80
+            ),
+            4 * 80,
+            2 * 16,
+        ),
+        (MixtralConfig(**TEXT, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2), 2 * 96, 2 * 16),
+        (GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=64, bos_token_id=0, eos_token_id=0), 4 * 64, 4 * 16),
+        (FalconConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=64), 4 * 64, 4 * 16),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_configs_of_all_kinds_are_counted(config: PretrainedConfig, width: int, keys: int) -> None:
+    """Sizes in a config within the config, for each layer, of experts, or left out: `shape` died of them."""
+    shape = Shape(config)
+    assert shape.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert shape.hidden == shape.vocabulary == 64 and shape.kept == 2 * 3 * 64 and shape.kv == 4 * 3 * keys
+    assert shape.forward == 8 * 64 + 6 * width and 0 < 3 * shape.layer <= shape.parameters
+    assert first_misfit(shape, flags(), 1, 80 * GB) is None
+
+
 def test_states_of_1_7b_by_hand() -> None:
     """16 bytes a parameter: 27.5 GB; 28 layers x 8 key-value heads x 128 x 2 tensors x 2 bytes a token of KV cache."""
-    found = estimate(bench.MODELS["Qwen3-1.7B-Base"], flags(), 1, 96 * GB)
+    shape = Shape(bench.MODELS["Qwen3-1.7B-Base"])
+    found = Estimate(shape, flags(), 1, 96 * GB)
     assert (found.masters + found.gradients + found.adam) / 1e9 == pytest.approx(27.5, abs=0.05)
-    assert found.weights == 2 * 1_720_574_976 and found.kv_per_token == 114_688
+    assert found.weights == 2 * 1_720_574_976 and shape.kv == 114_688
     assert found.logits == 5 * 4 * 1024 * 151_936  # the default chunk of grpo.Policy
 
 
 def test_ranks_share_the_states_and_nothing_else() -> None:
-    config = bench.MODELS["Qwen3-8B-Base"]
-    one, eight = (estimate(config, flags(), ranks, 80 * GB) for ranks in (1, 8))
+    config = Shape(bench.MODELS["Qwen3-8B-Base"])
+    one, eight = (Estimate(config, flags(), ranks, 80 * GB) for ranks in (1, 8))
     for name in ("masters", "gradients", "adam"):
         assert getattr(eight, name) == getattr(one, name) // 8 > 0
     for name in ("weights", "activations", "logits", "kv_cache"):
         assert getattr(eight, name) == getattr(one, name)
-    offloaded = estimate(config, flags(offload=True), 8, 80 * GB)
+    offloaded = Estimate(config, flags(offload=True), 8, 80 * GB)
     assert offloaded.masters == offloaded.gradients == offloaded.adam == 0
     moved = eight.masters + eight.gradients + eight.adam
     assert offloaded.host - eight.host == moved == eight.phases["update"] - offloaded.phases["update"]
 
 
 def test_a_reference_model_is_counted() -> None:
-    config = bench.MODELS["Qwen3-1.7B-Base"]
-    plain, with_kl = (estimate(config, flags(beta=beta), 1, 80 * GB) for beta in (0.0, 0.1))
+    config = Shape(bench.MODELS["Qwen3-1.7B-Base"])
+    plain, with_kl = (Estimate(config, flags(beta=beta), 1, 80 * GB) for beta in (0.0, 0.1))
     for phase, needed in plain.phases.items():
         assert with_kl.phases[phase] - needed >= plain.masters
 
@@ -146,7 +199,7 @@ def test_a_misfit_names_the_flags_that_mend_it(
     model: str, gigabytes: int, changes: dict, phase: str, remedies: list[str]
 ) -> None:
     """And with any of the remedies that it names, the run fits."""
-    counted, args, device_bytes = shape(bench.MODELS[model]), flags(**changes), gigabytes * GB
+    counted, args, device_bytes = Shape(bench.MODELS[model]), flags(**changes), gigabytes * GB
     sentence = first_misfit(counted, args, 1, device_bytes)
     assert sentence.startswith(phase) and "\n" not in sentence and len(re.findall(r"[\d.]+ GB", sentence)) >= 2
     named = sentence.rpartition("; ")[2].split(" or ")
@@ -158,12 +211,12 @@ def test_a_misfit_names_the_flags_that_mend_it(
 
 def test_what_no_flag_mends_says_so() -> None:
     args = flags(max_length=1 << 20, offload=True)
-    assert "no flags help" in first_misfit(bench.MODELS["Qwen3-8B-Base"], args, 1, 80 * GB)
+    assert "no flags help" in first_misfit(Shape(bench.MODELS["Qwen3-8B-Base"]), args, 1, 80 * GB)
 
 
 def test_what_fits_is_let_through() -> None:
-    assert first_misfit(bench.MODELS["Qwen3-1.7B-Base"], flags(), 1, 96 * GB) is None
-    assert first_misfit(bench.MODELS["Qwen3-8B-Base"], flags(), 8, 80 * GB) is None
+    assert first_misfit(Shape(bench.MODELS["Qwen3-1.7B-Base"]), flags(), 1, 96 * GB) is None
+    assert first_misfit(Shape(bench.MODELS["Qwen3-8B-Base"]), flags(), 8, 80 * GB) is None
 
 
 def test_the_bench_prints_every_model_and_machine() -> None:
@@ -177,8 +230,11 @@ def test_the_bench_prints_every_model_and_machine() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_saved_tensors_are_the_estimates(kind: str) -> None:
-    """With checkpoints, one more layer saves its input; without, all that its backward needs: the estimate's peak less the
-    gradients that meet it there (2 H and 6 I, of the MLP's saved 8 I the last 2 being gone). Within 3%."""
+    """With checkpoints, one more layer saves its input; without, all that its backward needs.
+
+    That is the estimate's peak less the gradients that meet it there: 2 H and 6 I, of the MLP's saved
+    8 I the last 2 being gone. Within 3%.
+    """
     tokens = 1024
 
     def saved(layers: int, checkpointing: bool) -> int:
@@ -197,9 +253,10 @@ def test_saved_tensors_are_the_estimates(kind: str) -> None:
             policy(*pad(rows(tokens)))
         return sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in weights)
 
-    s = shape(small(kind))
-    layer = s.recomputed - 2 * s.hidden - 4 * s.intermediate
-    assert (saved(4, True) - saved(2, True)) / 2 / tokens == pytest.approx(s.kept / s.layers, rel=0.03)
+    config = small(kind)
+    s = Shape(config)
+    layer = s.recomputed - 2 * config.hidden_size - 4 * config.intermediate_size
+    assert (saved(4, True) - saved(2, True)) / 2 / tokens == pytest.approx(s.kept / 3, rel=0.03)
     assert (saved(4, False) - saved(2, False)) / 2 / tokens == pytest.approx(layer, rel=0.03)
 
 
@@ -253,7 +310,7 @@ def test_an_update_takes_what_is_estimated(
     changes, chunk, tokens = case
     config = small(kind, **changes, tie_word_embeddings=tied)
     monkeypatch.setattr(memory, "CHUNK_TOKENS", chunk)
-    found = estimate(config, flags(token_budget=tokens, max_length=16), 1, 80 * GB)
+    found = Estimate(Shape(config), flags(token_budget=tokens, max_length=16), 1, 80 * GB)
     resting = memory.CONTEXT + memory.GRAPHS + found.masters + found.adam
     subject = learner(config, chunk, tokens)
     peak, _ = allocations(lambda: subject.update(rows(tokens) * 2, 1e9))
@@ -267,7 +324,7 @@ def test_logprobs_take_what_is_estimated(
     changes, chunk, tokens = case
     config = small("qwen3", **changes, tie_word_embeddings=tied)
     monkeypatch.setattr(memory, "CHUNK_TOKENS", chunk)
-    found = estimate(config, flags(token_budget=tokens, max_length=16), 1, 80 * GB)
+    found = Estimate(Shape(config), flags(token_budget=tokens, max_length=16), 1, 80 * GB)
     resting = memory.CONTEXT + memory.GRAPHS + found.masters + found.adam
     policy = shard(Policy(AutoModelForCausalLM.from_config(config), 1.0, chunk), CPU, gradient_checkpointing=True)
     peak, _ = allocations(lambda: grpo.frozen_logprobs(policy, pad(rows(tokens))))
@@ -275,8 +332,11 @@ def test_logprobs_take_what_is_estimated(
 
 
 def test_an_update_never_holds_tokens_times_vocabulary() -> None:
-    """trl#2709, at Qwen3's vocabulary: eight chunks of tokens; no allocation beyond one chunk's float32 logits, and never more
-    held, of everything that the update makes, than the five copies of a chunk that are estimated, beside its gradients."""
+    """trl#2709, at Qwen3's vocabulary, in eight chunks of tokens.
+
+    No allocation is larger than one chunk's float32 logits, and of all that the update makes, no more
+    is held than the five copies of a chunk that are estimated, beside its gradients.
+    """
     vocabulary, chunk, tokens = 151_936, 64, 512
     config = small("qwen3", vocab_size=vocabulary, hidden_size=16, intermediate_size=32, tie_word_embeddings=True)
     policy = Policy(AutoModelForCausalLM.from_config(config), 1.0, chunk)

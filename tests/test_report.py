@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,53 @@ def test_run_log_drops_what_the_interrupted_run_wrote_after_its_checkpoint(tmp_p
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().split("\n") if line]
     assert [row["step"] for row in rows] == [0, 1, 2] and rows[0]["tail"] == "two\u2028lines"
     assert (tmp_path / "rollouts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def from_tensorboard(folder: Path) -> dict[tuple[str, int], float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {(name, e.step): e.value for name in events.Tags()["scalars"] for e in events.Scalars(name)}
+
+
+def from_wandb(folder: Path) -> dict[tuple[str, int], float]:
+    """Of an offline run. Its file: 7 bytes, then records of checksum (4), size (2), type (1), data."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    # Its process may still be writing when a run has finished.
+    wandb.teardown()
+    [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, start, found = path.read_bytes(), 7, {}
+    # Records go across the ends of blocks of 32 KiB; this log is one block.
+    assert len(data) < 2**15
+    while start < len(data):
+        end = start + 7 + int.from_bytes(data[start + 4 : start + 6], "little")
+        history = Record.FromString(data[start + 7 : end]).history
+        values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
+        found |= {(name, history.step.num): value for name, value in values.items() if not name.startswith("_")}
+        start = end
+    return found
+
+
+@pytest.mark.parametrize("read", [from_tensorboard, from_wandb])
+def test_a_tracker_is_told_what_the_file_is(
+    read: Callable[[Path], dict[tuple[str, int], float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In groups; in the folder of the run, which is not there yet (wandb would go elsewhere then)."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder, tracker = tmp_path / "run" / "baseline", read.__name__.removeprefix("from_")
+    with RunLog(parse(["--output", str(folder), "--tracker", tracker]), "run") as log:
+        log.metrics({"step": 0, "eval/held-out/avg@4": 0.25, "time_eval": 3.5})
+        for step in (1, 2):
+            changes = {"step": step, "pruning": step == 2, "head_auc": math.nan if step == 1 else 0.75, "loss": -0.5}
+            log.step(METRICS | changes, PROMPTS, [Rollout(1, token_ids=[0], finish="stop", verdict="right")])
+    found = read(folder)
+    assert all(found.pop(("time/memory_gb", step)) > 0 for step in (1, 2))
+    every_step = {"rollout/tokens_generated": 10, "time/generate": 1, "rollout/reward": 0.5, "prune/keep_ratio": 1}
+    expected = {(name, step): value for name, value in (every_step | {"loss/loss": -0.5}).items() for step in (1, 2)}
+    expected |= {("eval/held-out/avg@4", 0): 0.25, ("time/eval", 0): 3.5, ("head/auc", 2): 0.75}
+    assert found == expected | {("prune/pruning", 1): 0, ("prune/pruning", 2): 1}
 
 
 def graded(verdict: str, finish: str = "stop", tail: str = "") -> Rollout:

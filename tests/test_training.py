@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -23,9 +24,9 @@ from grpo import SamplerGapError
 from support import checkpoint, data
 from support.args import TINY, parse
 from support.evaluation import EvalSet
-from support.grader import Grader, Verdict
+from support.grader import Grader, GraderError, Verdict
 from support.launch import Parts, load_prompts
-from support.report import load_metrics
+from support.report import load_metrics, tracker_name
 
 ROOT = Path(arrol.__file__).parent
 
@@ -126,12 +127,16 @@ def test_a_run_keeps_its_ratio_and_its_sampler_in_step(trainer: Callable[..., Tr
 def test_a_sync_that_misses_lm_head_stops_the_run(
     trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tied lm_head fault: found in the second step, before anything is learnt from the wrong samples."""
+    """The tied lm_head fault: found before the first step, and in the second one without the proof,
+    before anything is learnt from the wrong samples."""
     monkeypatch.setattr(Engine, "_refresh_packed_head", lambda self: None)
     broken = trainer(lr=1e-3, warmup_steps=0)
     with pytest.raises(SamplerGapError, match="weight sync"):
         broken.run("test", checkpoints=False)
-    assert broken.step_number < 3
+    assert broken.step_number == 0
+    with pytest.raises(SamplerGapError, match="weight sync"):
+        for _ in range(3):
+            broken.step()
     monkeypatch.undo()
     broken.engine.sync(broken.weights())
 
@@ -273,6 +278,27 @@ def test_an_engine_that_fails_leaves_a_checkpoint_of_the_step_before(
     assert same(weights(straight), weights(resumed))
 
 
+@pytest.mark.parametrize("eval_every", [0, 3], ids=["in a step", "in an evaluation"])
+def test_a_grader_that_fails_leaves_a_checkpoint(
+    eval_every: int, trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its workers cannot start any more: what has been learnt until then is kept."""
+    _, sets = eval_sets(tmp_path, problem_file(tmp_path / "mine.jsonl", data.sums(2, 4, "test", (2, 3))))
+    run = trainer(sets if eval_every else (), steps=4, checkpoint_every=100, eval_every=eval_every, eval_n=1)
+    grade = run.parts.grader.grade
+
+    def broken(texts: list[str], golds: list[str]) -> list[Verdict]:
+        if run.step_number == (3 if eval_every else 2):
+            raise GraderError("grading workers keep dying")
+        return grade(texts, golds)
+
+    monkeypatch.setattr(run.parts.grader, "grade", broken)
+    with pytest.raises(GraderError, match="keep dying"):
+        run.run("test")
+    found = checkpoint.complete(Path(run.args.output))
+    assert [path.name for path in found] == [f"checkpoint-{3 if eval_every else 2}"]
+
+
 def test_beta_adds_a_kl_to_the_start_model(trainer: Callable[..., Trainer]) -> None:
     run = trainer(steps=2, beta=0.1, prune="none", lr=1e-3, warmup_steps=0, minibatches=1)
     lines = run.run("test", checkpoints=False)[1:]
@@ -280,6 +306,22 @@ def test_beta_adds_a_kl_to_the_start_model(trainer: Callable[..., Trainer]) -> N
 
 
 # ------------------------------------------------------------------ evaluation
+
+
+def test_the_glossary_has_what_is_written(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    """In docs/training.md: all metrics, no others, each in its group."""
+    _, sets = eval_sets(tmp_path, problem_file(tmp_path / "SET.jsonl", data.sums(8, 2, "test", (3, 4))))
+    lines = trainer(sets, steps=2, cold_start=1, beta=0.1, eval_n=16).run("test", checkpoints=False)
+    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+    glossary, group = {}, ""
+    for row in page.partition("| group | metric |")[2].partition("\n\n")[0].splitlines()[2:]:
+        _, named, metrics, _ = row.split("|", 3)
+        group = named.strip(" `") or group
+        glossary |= dict.fromkeys(re.findall("`(.+?)`", metrics), group)
+    written = {name.replace("avg@16", "avg@n") for line in lines for name in line} - {"step"}
+    # A problem that is too long comes in another test.
+    assert glossary.keys() - {"eval/SET/too_long"} == written
+    assert glossary == {name: tracker_name(name).partition("/")[0] for name in glossary}
 
 
 def problem_file(path: Path, problems: Sequence[data.Problem]) -> str:

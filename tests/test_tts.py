@@ -257,7 +257,7 @@ def test_what_is_done_is_on_disk_before_more_is_sampled(
         ("--data nothing", "--data nothing: neither a known set nor a file nor sums"),
         ("--data nothing.jsonl", "--data nothing.jsonl: No such file"),
         ("--trained-on nothing.jsonl", "--trained-on nothing.jsonl: No such file"),
-        ("--head nothing", "--head nothing: it holds no quality head (No such file"),
+        ("--head nothing", "--head nothing: there is no such file"),
         ("--head {tiny}/model.safetensors", "it holds no quality head"),
         ("--head {here}/note.txt", "it holds no quality head"),
         ("--head {here}/other.safetensors", "it reads states of 64 numbers, the model's have 128"),

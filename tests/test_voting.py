@@ -152,8 +152,8 @@ AMBIGUOUS = [
     ([["(1,2)", r"\left(1, 2\right)"], ["(2,1)"], ["1,2"], [r"\{1,2\}"], ["(3,5)"]]),
     ([["28", r"28^\circ"], ["0.28", r"\frac{7}{25}"], [r"28\%"], ["31"]]),
     ([["0.5", r"\frac12", "1/2"], [r"50\%"], ["50"]]),
-    # 50% is not taken for 50.0, which does not set 50 and 50.0 apart
-    ([["0.5", r"50\%"], ["50", "50.0"], ["7"]]),
+    # 50% is taken for all of them: it stands alone, and 50 and 50.0 stay together
+    ([["0.5"], [r"50\%"], ["50", "50.0"], ["7"]]),
     ([["12", r"12\text{ cm}", r"\{12\}"], ["x=12"], ["y=12"]]),
     # one direction is enough: x < 3 as gold takes the interval for right, and not the reverse
     ([["x<3", r"(-\infty, 3)"], ["7"]]),

@@ -1,13 +1,14 @@
 """What a training run survives. Exits with status 1 where it does not; flags of arrol.py go too.
 
-    python -m bench.stress kill    kill -9 at 20 random moments of a 12-step run, then --resume: does each end with
-                                   the weights, metrics and rollouts of the undisturbed run? 20 minutes on 2 CPU cores
-    python -m bench.stress soak --prompts 4 --group-size 8 --cold-start 5
-                                   200 steps on 2 ranks: does memory grow by more than 5% after step 20, are there
-                                   more open files, does a process outlive the run? 4 minutes
+    python -m tests.stress kill
+        kill -9 at 20 random moments of a 12-step run, then --resume: does each end with the
+        weights, metrics and rollouts of the undisturbed run? 20 minutes on 2 CPU cores
+    python -m tests.stress soak --prompts 4 --group-size 8 --cold-start 5
+        200 steps on 2 ranks: does memory grow by more than 5% after step 20, are there more open
+        files, does a process outlive the run? 4 minutes
 
-A killed run writes a checkpoint after every step, so that kills fall into the writing too. One that was killed
-before its first checkpoint starts anew, in another folder.
+A killed run writes a checkpoint after every step, so that kills fall into the writing too. One that
+was killed before its first checkpoint starts anew, in another folder.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KILLED = (
     "--steps 12 --prompts 4 --group-size 8 --cold-start 2 --baseline-steps 0 --eval-problems 0 --checkpoint-every 1 "
     "--keep-checkpoints 2 --max-num-seqs 64 --log-rollouts all"
 )
-# By the first reading a checkpoint has been written, and all of a small KV cache used: its pages then stay resident.
+# By the first reading a checkpoint has been written, and all pages of a small KV cache used.
 SOAKED = "--steps 200 --baseline-steps 0 --eval-problems 50 --checkpoint-every 10 --kv-cache-gb 0.1"
 TIMES = ("time_", "wall_clock", "memory_")
 
@@ -110,7 +111,7 @@ def kill(flags: list[str], ranks: int, folder: Path, kills: int) -> bool:
 
 
 def reading(launcher: int) -> dict[str, float]:
-    """Processes, and open files of all ranks but for the two pipes to each grading worker, which start when needed."""
+    """Processes; open files of all ranks, but for two pipes to each grading worker."""
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in family(launcher)}
     ranks = [pid for pid, words in commands.items() if "arrol.py" in words and pid != launcher]
     workers = sum("--grade-worker" in words for words in commands.values())

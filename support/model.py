@@ -1,0 +1,227 @@
+"""One model as transformers, vLLM and the trainer have it, and what keeps it from training, in a sentence.
+
+Its checkpoint is read twice, by vLLM and by transformers for the trainer. Either makes up parameters
+that it does not find, and drops those that it does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from engine import Engine
+from grpo import Policy
+from grpo import shard as shard_policy
+from support import data, distributed, memory, proof
+from support.args import Args, SamplingArgs, fail
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# Parameters x tokens that one core takes through a step in a second: a model of 281M parameters made
+# 16 tokens a second on two.
+CORE_SPEED = 281e6 * 16 / 2
+
+
+def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
+    """The model's tokenizer, the ids that end a response, and its config."""
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        fail(f"--model {args.model}: its config or tokenizer cannot be loaded: {str(error).splitlines()[0]}")
+    try:
+        generation_config = GenerationConfig.from_pretrained(args.model)
+    except OSError:
+        # Many base models have none.
+        generation_config = None
+    limit = getattr(config.get_text_config(), "max_position_embeddings", args.max_length)
+    if args.max_length > limit:
+        fail(f"--max-length {args.max_length}: the model has {limit} positions")
+    return tokenizer, data.stop_token_ids(tokenizer, config, generation_config), config
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase, stop_token_ids: list[int], config: PreTrainedConfig) -> int:
+    """One more than the highest id that means something; rows of lm_head after that are padding."""
+    return min(max(*tokenizer.get_vocab().values(), *stop_token_ids) + 1, config.get_text_config().vocab_size)
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """What weights are sampled with and saved in. A CPU without AVX512-BF16 emulates bfloat16, 10 times slower."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def gap_limits(args: Args, device: torch.device) -> tuple[float, float]:
+    """Largest |log-prob of sampler - of trainer|, in nats: of one token, and on average over a batch."""
+    exact = working_dtype(device) == torch.float32
+    mean = args.max_gap if args.max_gap is not None else (0.001 if exact else 0.1)
+    return (10 if exact else 50) * mean, mean
+
+
+def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.device) -> None:
+    """End the program, before weights are downloaded, if the config tells that they cannot be trained."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Some models have one for each kind of layer.
+    for scaling in [rope] if "rope_type" in rope else rope.values():
+        original = scaling.get("original_max_position_embeddings") or text.max_position_embeddings
+        if scaling["rope_type"] in ("longrope", "dynamic") and args.max_length > original:
+            fail(
+                f"--max-length {args.max_length}: with {scaling['rope_type']} positions beyond {original} the trainer's"
+                f" log-probs depend on the longest row beside them, and the sampler's do not; take at most {original}"
+            )
+    try:
+        with torch.device("meta"):
+            policy = Policy(AutoModelForCausalLM.from_config(config), args.temperature)
+        if getattr(config, "quantization_config", None):
+            problem = "its weights are quantized; name the model that they were made from"
+        elif device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            problem = memory.first_misfit(memory.Shape(config), args, distributed.world_size(), total)
+        else:
+            problem = _misfit_on_cpu(sum(p.numel() for p in policy.parameters()), args)
+    except ValueError as error:
+        problem = str(error).splitlines()[0]
+    if problem:
+        fail(f"--model {args.model}: {problem}")
+
+
+def _misfit_on_cpu(parameters: int, args: Args) -> str | None:
+    """What main memory cannot hold. If it can, a warning is printed of the time that a step takes."""
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
+    # 4 bytes in each rank's sampler; weights, gradients and Adam's moments once, with --beta the reference.
+    per_parameter = 4 * ranks + (20 if args.beta > 0 else 16) * ranks / distributed.world_size()
+    size, free = parameters * per_parameter / 2**30 + args.kv_cache_gb * ranks, _free_memory() / 2**30
+    name = f"{parameters / 1e6:,.0f}M parameters"
+    if size > free:
+        return (
+            f"without a GPU, {name} and --kv-cache-gb {args.kv_cache_gb} take {size:.1f} GiB of main memory, and"
+            f" {free:.1f} GiB are free; take a smaller model, or a GPU"
+        )
+    tokens = args.prompts * args.group_size * args.max_length
+    if (minutes := tokens * parameters / (CORE_SPEED * cores) / 60) > 1:
+        distributed.print0(
+            f"no GPU: {name} and, if all rollouts reach --max-length, {tokens:,} tokens take some"
+            f" {minutes:,.0f} minutes a step on {cores} cores; this is a rough estimate"
+        )
+    return None
+
+
+def _free_memory() -> int:
+    """Bytes of main memory, within a container's limit."""
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    with contextlib.suppress(OSError, ValueError):
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
+@contextlib.contextmanager
+def engine_from(
+    args: SamplingArgs, device: torch.device, vocabulary: int, tensor_parallel: int = 1
+) -> Iterator[Engine]:
+    """The engine that the flags ask for, taken down at the end, before the process group, which it uses."""
+    try:
+        engine = Engine(
+            args.model,
+            args.detect_length,
+            args.max_length,
+            args.max_num_seqs,
+            tensor_parallel=tensor_parallel,
+            number=distributed.engine_number(),
+            vocabulary=vocabulary,
+            dtype=working_dtype(device),
+            seed=args.seed,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_gb=args.kv_cache_gb,
+            verbose=args.verbose,
+        )
+    except Exception as error:
+        # Whatever vLLM raises.
+        if args.verbose:
+            raise
+        fail(_why_no_engine(f"{type(error).__name__}: {error}", args, device, tensor_parallel))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _why_no_engine(error: str, args: SamplingArgs, device: torch.device, tensor_parallel: int) -> str:
+    """One sentence on what vLLM raised while the engine was built, with the flag of ours to change."""
+    on_gpu = device.type == "cuda"
+    room = f"--gpu-memory-utilization {args.gpu_memory_utilization}" if on_gpu else f"--kv-cache-gb {args.kv_cache_gb}"
+    for pattern, sentence in {
+        "max seq len|cache blocks": f"{room}: no room for the keys and values of --max-length {args.max_length} tokens",
+        "memory for kv|Free memory|out of memory|OutOfMemory": f"{room}: that much memory is not free",
+        "max_num_seqs": f"--max-num-seqs {args.max_num_seqs}: more than vLLM takes in one of its steps",
+        "max_model_len": f"--max-length {args.max_length}: more than vLLM allows this model",
+        "tensor parallel": f"--tp {tensor_parallel}: this model cannot be cut into so many parts",
+    }.items():
+        if re.search(pattern, error):
+            return sentence
+    # If the checkpoint is the cause, this ends the program.
+    load(args.model)
+    # Pydantic says it on its second line.
+    reason = re.search(r"Value error, (.*?)(?:\. |\n|\[type|$)", error)
+    return f"--model {args.model}: vLLM cannot run it: {reason[1] if reason else error.splitlines()[0]}"
+
+
+def load(name: str) -> PreTrainedModel:
+    """The model in float32; ends the program unless the checkpoint has its parameters, and no others."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        folder, odd = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True)), []
+        for path in folder.glob("model*.safetensors"):
+            with safe_open(path, "pt") as file:
+                # Transformers just converts them. Integers and float8 mean nothing without their scales.
+                odd += [k for k in file.keys() if file.get_slice(k).get_dtype() not in ("BF16", "F16", "F32", "F64")]
+    except (ImportError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+        fail(f"--model {name}: its weights cannot be loaded: {str(error).splitlines()[0]}")
+    tied = model.config.get_text_config().tie_word_embeddings
+    untied = tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    problems = {
+        "missing": info["missing_keys"],
+        "not known to the model": info["unexpected_keys"],
+        "not of the shape in config.json": [name for name, *_ in info["mismatched_keys"]],
+        "no floating-point numbers of 16 bits or more": odd,
+        "not finite": [name for name, p in model.named_parameters() if not p.isfinite().all()],
+        "not the embedding's, to which config.json ties it": ["lm_head.weight"] if untied else [],
+    }
+    found = [
+        ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) + f": {problem}"
+        for problem, names in problems.items()
+        if names
+    ]
+    if found:
+        fail(f"--model {name}: its checkpoint is not that of a {type(model).__name__}: {'; '.join(found)}")
+    return model
+
+
+def load_policy(args: Args, device: torch.device, vocabulary: int, frozen: bool = False) -> Policy:
+    """The model under FSDP2, to be trained or as the frozen reference of `--beta`."""
+    policy = Policy(load(args.model), args.temperature, vocabulary=vocabulary)
+    if not frozen:
+        proof.forward_agrees(policy, args.model)
+    checkpointing = device.type == "cuda" and not frozen
+    return shard_policy(policy, device, checkpointing, offload=args.offload).requires_grad_(not frozen)
+
+
+def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The weights of all ranks, named and cut as in a checkpoint: transformers fuses the experts of a layer."""
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield from revert_weight_conversion(model, {name: full.to(dtype)}).items()
