@@ -25,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from safetensors.numpy import load_file
+
 from bench.runs import ROOT
 from support.checkpoint import complete
 from support.report import load_metrics
@@ -65,7 +67,9 @@ def differences(expected: Path, found: Path) -> list[str]:
     newest, runs = [complete(run)[-1] for run in (expected, found)], (expected, found)
     same = {"checkpoint": newest[0].name == newest[1].name}
     for name in ("model/model.safetensors", "quality_head.safetensors"):
-        same[name] = filecmp.cmp(newest[0] / name, newest[1] / name, shallow=False)
+        # Tensors bit for bit: safetensors writes metadata in any order.
+        bits = [{key: values.tobytes() for key, values in load_file(path / name).items()} for path in newest]
+        same[name] = bits[0] == bits[1]
     same["rollouts.jsonl"] = filecmp.cmp(*(run / "rollouts.jsonl" for run in runs), shallow=False)
     lines = [
         [{key: value for key, value in line.items() if not key.startswith(TIMES)} for line in load_metrics(run)]
