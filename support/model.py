@@ -177,11 +177,11 @@ def _why_no_engine(error: str, args: SamplingArgs, device: torch.device, tensor_
     return f"--model {args.model}: vLLM cannot run it: {reason[1] if reason else error.splitlines()[0]}"
 
 
-def load(name: str) -> PreTrainedModel:
-    """The model in float32; ends the program unless the checkpoint has its parameters, and no others."""
+def load(name: str, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
+    """The model; ends the program unless the checkpoint has its parameters, and no others."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
         folder, odd = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True)), []
         for path in folder.glob("model*.safetensors"):

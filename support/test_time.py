@@ -33,6 +33,7 @@ from support.args import TtsArgs, fail
 from support.checkpoint import load_head
 from support.distributed import start_process_group
 from support.grader import Grader
+from support.model import load
 from support.pictures import plot_votes
 
 
@@ -77,6 +78,9 @@ class Sampler:
             fail(f"--head {args.head}: it reads states of {width} numbers, the model's have {hidden_size}")
         if args.early_stop and trained_at not in (None, args.detect_length):
             fail(f"--detect-length {args.detect_length}: {args.head} was trained at {trained_at}")
+        if not getattr(config, "quantization_config", None):
+            # Nothing is kept: vLLM would make up parameters that it does not find.
+            load(args.model, "auto")
         self.args, self.benchmark, self.prompts, self.head = args, benchmark, dict(enumerate(prompts)), head
         self.tokenizer, self.vocabulary = tokenizer, launch.vocabulary(tokenizer, stop_token_ids, config)
         self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature, args.top_p)

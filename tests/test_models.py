@@ -20,9 +20,10 @@ from arrol import Trainer
 from engine import Engine, EngineError, Rollout, Sampling
 from grpo import Policy, SamplerGapError
 from support import data, model, proof
-from support.args import TINY, parse
+from support.args import TINY, parse, parse_tts
 from support.grader import Grader
 from support.launch import Parts, quiet
+from support.test_time import Sampler
 
 SIZES = dict(vocab_size=64, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=512, eos_token_id=1, pad_token_id=0, bos_token_id=None)
@@ -226,6 +227,20 @@ def test_parameters_that_are_not_the_models_are_named(
     change, config, named = BROKEN[fault]
     said = refused(capsys, model.load, str(edit(llama, change, **config)))
     assert named in said and said.startswith(f"{Path(arrol.sys.argv[0]).name}: error: --model {llama}: ")
+
+
+def test_test_time_scaling_scores_no_made_up_parameters(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM samples from whatever is in the memory of a head that it did not find."""
+    args = parse_tts(
+        [
+            f"--model={edit(llama, without('lm_head'))}",
+            "--data=sums",
+            "--instruction=",
+            "--max-length=96",
+            "--max-prompt=64",
+        ]
+    )
+    assert "lm_head.weight: missing" in refused(capsys, Sampler, args)
 
 
 def test_files_that_are_missing_or_cut_off_are_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
