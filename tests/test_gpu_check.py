@@ -80,7 +80,7 @@ def test_a_difference_shows(lab: gpu.Lab, monkeypatch: pytest.MonkeyPatch) -> No
 
     def off(policy: gpu.Policy, *arguments: object) -> gpu.Policy:
         with torch.no_grad():
-            policy.model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+            policy.model.model.norm.weight.mul_(1.5)
         return make_policy(policy, *arguments)
 
     monkeypatch.setattr(gpu, "shard", off)
