@@ -1,6 +1,6 @@
 """What the grader calls right: gold answers as they are, spelled otherwise, and with one thing changed.
 
-    python bench/grading.py math500.jsonl minerva.jsonl --time dapo_math_17k.jsonl
+    python -m bench.grading math500.jsonl minerva.jsonl --time dapo_math_17k.jsonl
 
 Files are JSON lines with an `answer` each. Of the golds with one number, sign or bracket changed
 none should be right: what passes there is what a policy would learn to write. Minutes on 2 cores.
@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.grader import Grader, gold_text
 
 # Other spellings of the same answer: pattern and replacement

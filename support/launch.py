@@ -209,7 +209,10 @@ def _train(args: Args, parts: Parts, trainer: type, resume_from: Path | None) ->
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         kept = dataclasses.asdict(args) | {"resume": ""}
-        (folder / "args.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False))
+        # Never truncate the only copy: a resumed run writes it again.
+        temporary = folder / ".args.json"
+        temporary.write_text(json.dumps(kept, indent=2, ensure_ascii=False))
+        temporary.replace(folder / "args.json")
     distributed.barrier()
     runs, method = {}, args.algo.upper()
     baseline = folder / "baseline"

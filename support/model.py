@@ -43,8 +43,10 @@ def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[in
         fail(f"--model {args.model}: its config or tokenizer cannot be loaded: {str(error).splitlines()[0]}")
     try:
         generation_config = GenerationConfig.from_pretrained(args.model)
-    except OSError:
-        # Many base models have none.
+    except (OSError, ValueError) as error:
+        # Many base models have none. One that cannot be read may hold ids that end a response.
+        if isinstance(error, ValueError) or Path(args.model, "generation_config.json").is_file():
+            fail(f"--model {args.model}: its generation_config.json cannot be loaded: {str(error).splitlines()[0]}")
         generation_config = None
     limit = getattr(config.get_text_config(), "max_position_embeddings", args.max_length)
     if args.max_length > limit:

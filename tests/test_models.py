@@ -243,6 +243,15 @@ def test_test_time_scaling_scores_no_made_up_parameters(llama: Path, capsys: pyt
     assert "lm_head.weight: missing" in refused(capsys, Sampler, args)
 
 
+@pytest.mark.parametrize("text", ['{"num_return_sequences": 4}', '{"eos_token_id": 1'], ids=["refused", "cut off"])
+def test_a_generation_config_that_cannot_be_read_is_a_sentence(
+    text: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may hold ids that end a response: without them rollouts would run on."""
+    (llama / "generation_config.json").write_text(text)
+    assert "generation_config.json cannot be loaded" in refused(capsys, model.load_tokenizer, settings(llama)[1])
+
+
 def test_files_that_are_missing_or_cut_off_are_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = llama / "model.safetensors"
     whole = file.read_bytes()
