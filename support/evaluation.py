@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine import Engine, Rollout, Sampling
+    from support.args import SamplingArgs
 
 # ------------------------------------------------------------------ benchmarks
 
@@ -100,6 +101,27 @@ def make_benchmark(name: str, problems: list[Problem], metric: str, source: str)
     return Benchmark(name, problems, metric, digest, report)
 
 
+@dataclass(frozen=True)
+class EvalSet:
+    """A benchmark's prompts. Its `too_long` problems have none and count as wrong."""
+
+    name: str
+    metric: str
+    prompts: list[Prompt]
+    too_long: int
+
+
+def prepare(
+    benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, args: SamplingArgs, training: list[Problem]
+) -> tuple[EvalSet, str]:
+    """A benchmark's prompts, and its report with what is too long and what is in the `training` set too."""
+    prompts, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    seen = len(contaminated(benchmark.problems, training))
+    long = f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else ""
+    known = f"; CONTAMINATED: {seen} of them are in the training set" if seen else ""
+    return EvalSet(benchmark.name, benchmark.metric, prompts, too_long), f"{benchmark.report}{long}{known}"
+
+
 def contaminated(problems: list[Problem], training: Iterable[Problem]) -> list[Problem]:
     """Those of `problems` whose text is in the training set, wrapper, layout and punctuation aside.
 
@@ -155,16 +177,6 @@ def grade(
 # ------------------------------------------------------------------ scores during training
 
 PASS_K = 16  # of the paper's metric for the small sets
-
-
-@dataclass(frozen=True)
-class EvalSet:
-    """A benchmark's prompts. Its `too_long` problems have none and count as wrong."""
-
-    name: str
-    metric: str
-    prompts: list[Prompt]
-    too_long: int
 
 
 def evaluate(
