@@ -46,23 +46,20 @@ def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> 
     """The problems of `source`, in its own order, and a line on what was read and what was dropped.
 
     `source` is "sums" or "sums:2-3:20" (up to 20,000, drawn with `seed`), or what `read` takes.
-
-    Raises:
-        ValueError: one sentence that names --dataset, the place and the remedy.
+    Raises ValueError, a sentence that names --dataset, the place and the remedy.
     """
     try:
         wanted = tiny.sums.asked(source, "train", 20_000)
         if (config or split != "train") and (wanted or is_file(source)):
             raise DataError(source, "it has no configs and splits", "leave out --dataset-config and --dataset-split")
         if wanted:
-            problems = sums(seed=seed, **wanted)
-            report = f"{source}: {len(problems)} sums"
+            problems, report = sums(seed=seed, **wanted), f"{source}: {wanted['count']} sums"
         else:
             problems, report = read(source, Path(source).name, config=config, split=split)
+        if not problems:
+            raise DataError(source, f"no usable problem in it ({report})", "name another data set")
     except ValueError as error:
         raise ValueError(f"--dataset {error}") from error
-    if not problems:
-        raise ValueError(f"--dataset {source}: no usable problem in it ({report}); name another data set")
     return problems, report
 
 
@@ -81,16 +78,12 @@ class DataError(ValueError):
 def read(
     source: str, name: str, *, strict: bool = False, config: str = "", split: str = "train", remedy: str = REMEDY
 ) -> tuple[list[Problem], str]:
-    """Read a .jsonl, .json or .parquet file, or the `config` and `split` of a folder or hub id.
+    """A .jsonl, .json or .parquet file, or the `config` and `split` of a folder or hub id.
 
-    Strict, for evaluation: all rows, and one that is no problem with an answer is an error.
+    Gives the problems, in order, with ids from `name`, and a line on what was read and dropped.
+    strict, for evaluation: all rows, and one that is no problem with an answer is an error.
     Otherwise it is dropped; each problem comes once, and not at all if its answers differ.
-
-    Returns:
-        The problems, in order, with ids from `name`; in a line, what was read and dropped.
-
-    Raises:
-        DataError: names the file or hub id, the row, the column and the remedy.
+    Raises DataError, which names the file or hub id, the row, the column and the remedy.
     """
     by_hand = is_file(source) and not source.lower().endswith(".parquet")
     kept: dict[str, Problem] = {}
@@ -106,7 +99,7 @@ def read(
             column = columns[1 if text else 0]
             shown = json.dumps(row[column], default=str, ensure_ascii=False)[:60]
             fault = f"a problem {fault}: column {column}, which holds {shown}"
-            raise DataError(place, fault, "mend or delete it: no row is dropped in silence here")
+            raise DataError(place, fault, "mend or delete it")
         if fault:
             dropped[fault] += 1
             continue
@@ -138,12 +131,8 @@ def is_file(source: str) -> bool:
     return known
 
 
-# Number of a row (from 1; of JSON lines, the line's), place for messages, cells.
-Row = tuple[int, str, dict[str, object]]
-
-
-def _json(source: str) -> Iterator[Row]:
-    """JSON lines, or a list in a .json file.
+def _json(source: str) -> Iterator[tuple[int, str, dict[str, object]]]:
+    """JSON lines, or a list in a .json file: number of each row (of JSON lines, the line's), place, cells.
 
     By hand: datasets rounds long integers, makes dates of texts that look like one, takes two
     objects in a line, and names no line where it fails. Lines end at newline bytes alone: U+2028
@@ -170,7 +159,7 @@ def _json(source: str) -> Iterator[Row]:
                 yield index, place, row
 
 
-def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[Row]:
+def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[tuple[int, str, dict[str, object]]]:
     """A parquet file, a folder or a set on the hub, all by datasets."""
     import datasets
 
@@ -307,9 +296,7 @@ def tokenize(
 
     By the chat template where there is one, else as plain text: the problem and the instruction if
     any, each with a newline. No prompt starts with two BOS, also if template and tokenizer add one.
-
-    Raises:
-        ValueError: a problem without a token, or thinking that the template has no switch for.
+    Raises ValueError for a problem without a token, and thinking that the template has no switch for.
     """
     if not problems:
         return [], 0
