@@ -19,7 +19,7 @@ from engine import Engine
 from examples import trl_arrol as example
 
 # Rewards count as sampling; a step also holds the optimizer's and the head's.
-STEPS, SEEDS = 12, 3
+STEPS, SEEDS = 8, 3
 
 
 class Timed:
