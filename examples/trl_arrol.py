@@ -2,8 +2,8 @@
 
     make example-trl      adds TRL to .venv; trains without and with pruning, a minute on a CPU
 
-For TRL 1.16, whose `rollout_func` may change, and one process: of several, all pruners must learn
-from all rollouts. Passes before the loss, for `beta` or `num_iterations`, include the pruned rows.
+For TRL 1.16, whose `rollout_func` may change; for one process and one optimizer step per batch.
+docs/copying.md tells what more of either need.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tiny.sums import sums
 
 MODEL, HIDDEN_SIZE, DETECT_LENGTH, MAX_TOKENS = str(ROOT / "tiny"), 128, 10, 107
 PROMPTS, GROUP, COLD_START, STEPS = 8, 16, 4, 12
-GAP = "sampling/sampling_logp_difference/max"  # TRL's name, where it runs vLLM itself
+GAP = "sampling/sampling_logp_difference/max"  # TRL's name; from a loss one can log to its private `_metrics` alone
 logging.getLogger("trl.trainer.grpo_trainer").setLevel(logging.ERROR)  # it warns of each None
 
 
 def accuracy(completions: list[str], answer: list[str], **_: object) -> list[float]:
     """1 or 0, as the pruner needs it. TRL passes the columns of the data set, such as `answer`."""
-    return [float(text.endswith(f"\\boxed{{{number}}}")) for text, number in zip(completions, answer)]
+    return [float(text.endswith(f"\\boxed{{{right}}}")) for text, right in zip(completions, answer, strict=True)]
 
 
 class Sampler(TrainerCallback):
@@ -82,12 +82,12 @@ class PruningTrainer(GRPOTrainer):
     def __init__(self, sampler: Sampler, **arguments: object) -> None:
         super().__init__(rollout_func=sampler.rollout, reward_funcs=sampler.reward, callbacks=[sampler], **arguments)
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args, **kwargs) -> torch.Tensor:
         mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()  # tool_mask is env_mask, padded
         rows = mask.any(1)
         rows[0] |= not rows.any()  # if all were pruned one stays, and its loss is 0
         inputs = {name: value[rows] if value.ndim else value for name, value in inputs.items()}
-        outputs = []
+        outputs = []  # TRL compares log-probs only where it runs vLLM itself, and does not return its own
         hook = model.register_forward_hook(lambda _model, _inputs, output: outputs.append(output.log_probs.detach()))
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         hook.remove()
