@@ -8,12 +8,11 @@ and each trains on its share of them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
@@ -147,14 +146,3 @@ class SharedDecisions:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.pruner, name)
-
-
-@contextlib.contextmanager
-def node_by_node() -> Iterator[None]:
-    """Run the block on the first rank of each machine, then on the others: they find its downloads."""
-    first = os.environ["LOCAL_RANK"] == "0"
-    if not first:
-        barrier()
-    yield
-    if first:
-        barrier()

@@ -173,11 +173,11 @@ def _apart(first: Basic, second: Basic) -> bool:
     elif isinstance(first, Eq) != isinstance(second, Eq):
         first, second = (value.rhs if isinstance(value, Eq) else value for value in (first, second))
     if all(isinstance(value, (FiniteSet, Interval, MatrixBase, Tuple)) for value in (first, second)):
-        rest = _elements(second)
-        if len(rest) != len(_elements(first)):
+        elements, rest = _elements(first), _elements(second)
+        if len(rest) != len(elements):
             # 2,2,3 may answer 2,3, but not the reverse.
-            return len(rest) < len(_elements(first))
-        for element in _elements(first):
+            return len(rest) < len(elements)
+        for element in elements:
             partner = next((n for n, other in enumerate(rest) if not _apart(element, other)), None)
             if partner is None:
                 return True
@@ -188,9 +188,7 @@ def _apart(first: Basic, second: Basic) -> bool:
     difference = first - second
     if Symbol in (type(first), type(second)) or difference.has(UnevaluatedExpr, ExprWithLimits):
         return False
-    values = {
-        symbol: Rational(int.from_bytes(symbol.name.encode()) % 997 + 1009, 613) for symbol in difference.free_symbols
-    }
+    values = {s: Rational(int.from_bytes(s.name.encode()) % 997 + 1009, 613) for s in difference.free_symbols}
     parts = difference.evalf(15, subs=values, maxn=200).as_real_imag()
     if any(value.is_Float and value._prec > 1 and value != 0 for value in parts):
         return True
@@ -204,9 +202,9 @@ def _elements(value: Basic) -> list[Basic]:
 
     if isinstance(value, MatrixBase):
         return value.flat()
-    return (
-        [value.start, value.end] if isinstance(value, Interval) else list(getattr(value, "_unsorted_args", value.args))
-    )
+    if isinstance(value, Interval):
+        return [value.start, value.end]
+    return list(getattr(value, "_unsorted_args", value.args))
 
 
 def serve(timeout: float, memory_mb: int, parent: int) -> None:

@@ -13,10 +13,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from calibration import Settings
@@ -31,9 +31,6 @@ from support.model import engine_from, load_policy, load_tokenizer, refuse_untra
 from support.pictures import plot_reward
 from support.report import load_metrics, summary
 from tiny.sums import sums_range
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # What ends a run for a reason that one sentence can tell.
 STOPS = (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError)
@@ -50,9 +47,6 @@ class Parts:
     stop_token_ids: list[int]
     grader: Grader
     device: torch.device
-
-
-# ------------------------------------------------------------------ data, trainer
 
 
 def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[data.Prompt], list[EvalSet]]:
@@ -150,10 +144,9 @@ def open_parts(args: Args) -> Iterator[Parts]:
     except RuntimeError as error:
         fail(str(error))
     try:
-        with distributed.node_by_node():
-            tokenizer, stop_token_ids, config = load_tokenizer(args)
-            refuse_untrainable(config, args, device)
-            prompts, eval_sets = load_prompts(args, tokenizer)
+        tokenizer, stop_token_ids, config = load_tokenizer(args)
+        refuse_untrainable(config, args, device)
+        prompts, eval_sets = load_prompts(args, tokenizer)
         ids = vocabulary(tokenizer, stop_token_ids, config)
         with Grader(grader_workers()) as grader, engine_from(args, device, ids, args.tp) as engine:
             # Before the trainer's weights go to the GPU.
@@ -162,9 +155,6 @@ def open_parts(args: Args) -> Iterator[Parts]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------ the program
 
 
 def run(args: Args, trainer: type) -> int:
