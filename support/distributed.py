@@ -90,20 +90,6 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def broadcast(value: T) -> T:
-    """Rank 0's value, on every rank."""
-    values = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def barrier() -> None:
-    """Wait until every rank is here."""
-    if world_size() > 1:
-        dist.barrier()
-
-
 def gather_rollouts(rollouts: list[Rollout]) -> list[Rollout]:
     """The rollouts of all ranks, on every rank, in the order that one rank would have them.
 

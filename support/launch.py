@@ -169,8 +169,8 @@ def run(args: Args, trainer: type) -> int:
             fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
     try:
         with open_parts(args) as parts:
-            # Ranks may differ in the time of day, which names the folder.
-            args.output, resume_from = distributed.broadcast((args.output, resume_from))
+            # Rank 0's: ranks may differ in the time of day, which names the folder.
+            args.output, resume_from = distributed.gather((args.output, resume_from))[0]
             _train(args, parts, trainer, resume_from)
         return 0
     except KeyboardInterrupt:
@@ -192,7 +192,7 @@ def _train(args: Args, parts: Parts, trainer: type, resume_from: Path | None) ->
         temporary = folder / ".args.json"
         temporary.write_text(json.dumps(vars(args) | {"resume": ""}, indent=2, ensure_ascii=False))
         temporary.replace(folder / "args.json")
-    distributed.barrier()
+    dist.barrier()
     runs, method, baseline = {}, args.algo.upper(), folder / "baseline"
     if args.baseline_steps and args.prune != "none" and not resume_from:
         plain = dataclasses.replace(args, prune="none", steps=args.baseline_steps, output=str(baseline))

@@ -44,10 +44,7 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.add(phase, time.perf_counter() - start)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] += seconds
+        self.seconds[phase] += time.perf_counter() - start
 
     def read(self) -> Metrics:
         """`time_<phase>` of each phase; starts anew."""
