@@ -5,12 +5,12 @@ The grader's workers run this file as a script, so it imports nothing of this re
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
 import re
 import resource
-import select
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -207,11 +207,13 @@ def _elements(value: Basic) -> list[Basic]:
     return list(getattr(value, "_unsorted_args", value.args))
 
 
-def serve(timeout: float, memory_mb: int, parent: int) -> None:
+def serve(timeout: float, memory_mb: int) -> None:
     """A worker's life: it ends with its stdin, with its parent, or by its alarm after the time bound."""
     # Ctrl-C reaches the process group; the parent cleans up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # PR_SET_PDEATHSIG: a forked sibling may hold the pipe open when the parent is gone.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     # What a library prints is no reply.
     replies = os.dup(1)
@@ -221,14 +223,7 @@ def serve(timeout: float, memory_mb: int, parent: int) -> None:
     except (ImportError, MemoryError) as error:
         greeting = f"{type(error).__name__}: {error}".replace("\n", " ")
     os.write(replies, f"{greeting}\n".encode())
-    while True:
-        while not select.select([0], [], [], 1.0)[0]:
-            # A forked sibling may hold the pipe open when the parent is gone.
-            if os.getppid() != parent:
-                return
-        line = sys.stdin.buffer.readline()
-        if not line:
-            return
+    for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, timeout + 2.0)
         try:
             reply = "right" if equivalent(*json.loads(line)) else "wrong"
@@ -239,4 +234,4 @@ def serve(timeout: float, memory_mb: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    serve(float(sys.argv[2]), int(sys.argv[3]))

@@ -231,8 +231,6 @@ ROWS = {
     "keep ratio of scored rollouts": ("keep_ratio", ".3f", False),
     "positive ratio before pruning (estimate)": ("positive_scored", ".3f", False),
     "positive ratio after pruning": ("positive_kept", ".3f", False),
-    "zero-variance groups before pruning (estimate)": ("zero_variance_before", ".3f", False),
-    "zero-variance groups after pruning": ("zero_variance_after", ".3f", False),
 }
 
 
