@@ -1,7 +1,6 @@
 """Beside TRL's GRPOTrainer: seconds per step and per sampled token, and peak memory, in turn on the same model.
 
-    make peers                                     8 minutes on 2 idle cores
-    python -m bench.peers --trl PYTHON --turns 5   PYTHON is that of an environment that has TRL
+    make peers        8 minutes on 2 idle cores; --trl names the Python of another environment with TRL
 
 Each turn runs three processes one after the other: TRL with transformers' generation, this program without pruning,
 and with it. Same embedded model, float32; same problems, 16 of them with 16 rollouts a step; one optimizer step. The

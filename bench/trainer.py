@@ -3,8 +3,8 @@
     python -m bench.trainer        the embedded model and SmolLM2-135M's shape, 3 minutes on 2 idle cores
 
 Bare is what anybody would write first: `model.model`, `lm_head`, `log_softmax`, all of it in memory; no FSDP, no
-chunks, no clipping, no optimizer. `Learner.update` has these, entropy, and proof of finite weights on top. Token ids
-and SmolLM2's weights are random, lengths spread evenly, the learning rate is 0.
+chunks, no clipping, no optimizer. `Learner.update` has these, entropy, and proof of finite weights on top. The ids and
+SmolLM2's weights are random, lengths spread evenly, the learning rate is 0.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def measure(name: str, pairs: int) -> dict:
     model, policy = load(name), shard(Policy(load(name), 1.0), torch.device("cpu"))
     still = dict(lr=0.0, warmup_steps=1, weight_decay=0.0, grad_clip=1.0)
     learner = Learner(policy, LossConfig(), **still, token_budget=budget)
-    samples = make_samples(model.config.vocab_size, rollouts, shortest, longest)
-    seconds: dict[str, list[float]] = {"bare": [], "update": []}
+    samples, seconds = make_samples(model.config.vocab_size, rollouts, shortest, longest), {"bare": [], "update": []}
     for _ in range(1 + pairs):
         model.zero_grad(set_to_none=True)
         begun = time.perf_counter()

@@ -44,10 +44,7 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.add(phase, time.perf_counter() - start)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] += seconds
+        self.seconds[phase] += time.perf_counter() - start
 
     def read(self) -> Metrics:
         """`time_<phase>` of each phase; starts anew."""
@@ -234,8 +231,6 @@ ROWS = {
     "keep ratio of scored rollouts": ("keep_ratio", ".3f", False),
     "positive ratio before pruning (estimate)": ("positive_scored", ".3f", False),
     "positive ratio after pruning": ("positive_kept", ".3f", False),
-    "zero-variance groups before pruning (estimate)": ("zero_variance_before", ".3f", False),
-    "zero-variance groups after pruning": ("zero_variance_after", ".3f", False),
 }
 
 

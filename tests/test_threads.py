@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait: chosen when `support` is imported, by whether others use this process's CPUs."""
+"""How OpenMP's threads wait: chosen when `support` is imported, by whether others use the machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SPIN = """
-import os, subprocess, sys
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import os, subprocess, sys, time
 spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+time.sleep(0.5)
 try:
     import support
     print(os.environ["OMP_WAIT_POLICY"])
