@@ -112,13 +112,13 @@ class Pruner:
         q = self.calibrator.posterior(scores)
         p = self._survival(q, torch.tensor(groups)) if self.pruning else torch.ones(len(groups), dtype=torch.float64)
         decisions = []
-        for row, keep in enumerate(self._draw(p, groups, samples)):
-            group, probability = groups[row], p[row].item()
+        rows = zip(groups, self._draw(p, groups, samples), scores.tolist(), q.tolist(), p.tolist(), strict=True)
+        for group, keep, score, posterior, survival in rows:
             if self.remaining[group] <= self.min_survivors:
                 # Forced: it stands for itself alone.
-                keep, probability = True, 1.0
+                keep, survival = True, 1.0
             self.remaining[group] -= not keep
-            decisions.append(Decision(keep, scores[row].item(), q[row].item(), probability))
+            decisions.append(Decision(keep, score, posterior, survival))
         return decisions
 
     def _survival(self, q: Tensor, groups: Tensor) -> Tensor:
