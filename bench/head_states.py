@@ -12,6 +12,7 @@ States come from a transformers pass over the finished answers. `bench.head` mak
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -27,7 +28,8 @@ from transformers import AutoModelForCausalLM
 import tts
 from bench.tables import Estimate, estimate
 from engine import Rollout
-from support.test_time import Candidates, Sampler, signal_quality
+from support import metrics
+from support.test_time import Candidates, Sampler
 
 # Detection lengths, of the mean length.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
@@ -163,3 +165,22 @@ def scored_states(problems: list[Candidates], logits: dict[str, list[float]]) ->
         cells = {"AUC": quality["auc"], "within": quality["auc_within"], "ARRoL vote": won}
         rows[name] = {key: estimate([value]) for key, value in cells.items() if value is not None}
     return rows
+
+
+def signal_quality(problems: Sequence[Candidates]) -> dict[str, dict[str, float | None]]:
+    """How well each signal tells right candidates from wrong ones: AUC, and within problems.
+
+    Candidates without an answer do not count. None where there is no pair to tell apart.
+    """
+    quality = {}
+    for name in problems[0].signals:
+        rows = [
+            (value, rollout.verdict == "right", group)
+            for group, one in enumerate(problems)
+            for value, rollout, c in zip(one.signals[name], one.rollouts, one.classes)
+            if c is not None
+        ]
+        values, right, groups = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
+        found = {"auc": metrics.auc(values, right), "auc_within": metrics.within_group_auc(values, right, groups)}
+        quality[name] = {key: None if math.isnan(value) else value for key, value in found.items()}
+    return quality

@@ -184,22 +184,18 @@ def command_line(argv: list[str], settings: type, program: str, description: str
 
 
 def saved_flags(run: Path) -> dict[str, object]:
-    """The flags of the run in a folder. One that is gone is left out where it had the value that holds now."""
+    """The flags of the run in a folder."""
     where, types = f"{run / 'args.json'}: ", {spec.name: TYPES[spec.type] for spec in fields(Args)}
     try:
         saved = {**json.loads(Path(run, "args.json").read_text("utf-8"))}
     except (OSError, ValueError, TypeError) as error:
         fail(f"{where}no flags of a run can be read from it: {error}")
-    gone = dict(beta1=0.9, beta2=0.999, head_passes=4, head_states="both", head_buffer=saved.get("window"))
-    gone |= dict(grader_workers=saved.get("grader_workers"), max_mean_gap=None)
-    gone |= dict(max_gap=None) if "max_mean_gap" in saved else {}  # beside that, it bounded single tokens
+    if gone := [f"--{name.replace('_', '-')}" for name in saved if name not in types]:
+        fail(f"{where}{', '.join(gone)}: no such flag, or one that is gone; delete it there to go on without")
     for name, value in saved.items():
-        found = f"{where}--{name.replace('_', '-')} {value}"
-        if name in gone and value != gone[name]:
-            fail(f"{found}: this flag is gone; remove it to go on with {gone[name]}")
-        if name not in gone and type(value) not in types.get(name, []):
-            fail(f"{found}: {'it is of the wrong type' if name in types else 'there is no such flag'}")
-    return vars(Args(**{name: value for name, value in saved.items() if name in types}))
+        if type(value) not in types[name]:
+            fail(f"{where}--{name.replace('_', '-')} {value}: it is of the wrong type")
+    return vars(Args(**saved))
 
 
 def check(args: SamplingArgs, detects: bool, rules: list[tuple[str, bool, str]]) -> None:

@@ -129,4 +129,4 @@ def load_head(path: Path) -> tuple[QualityHead, Tensor, int]:
         head.load_state_dict(tensors)
         return head, posterior_table(*counts, float(notes["alpha"])), int(notes["detect_length"])
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise ValueError(f"--head {path}: it holds no quality head ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{path}: it holds no quality head ({str(error).splitlines()[0]})") from error

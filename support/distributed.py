@@ -4,9 +4,6 @@ torchrun starts them, one for each GPU. All ranks take the same steps and call w
 together, in the same order. A process that torchrun did not start is the only rank, and nothing is
 sent. With `--tp N`, N successive ranks share one engine: they sample and grade the same rollouts,
 and each trains on its share of them.
-
-When a rank fails alone, the others wait for it in vain. torchrun ends them as soon as it sees
-that; under another launcher, `TIMEOUT` does.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from engine import Decision, PruneHook, Rollout
 
 T, K, V = TypeVar("T"), TypeVar("K"), TypeVar("V")
 
-# No rank waits longer for another: sampling or writing a checkpoint may take one that much longer.
+# No rank waits longer for another, which may have failed: torchrun sees that sooner, others do not.
 TIMEOUT = timedelta(minutes=30)
 
 # Ranks that share one engine, and the group of this rank's.
@@ -42,19 +39,15 @@ def start_process_group(tensor_parallel: int = 1) -> torch.device:
     Raises RuntimeError where there are more ranks than GPUs, or no whole number of engines.
     """
     global _tp, _engine_group
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(alone | os.environ)
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if ranks % tensor_parallel:
         raise RuntimeError(f"--tp {tensor_parallel}: {ranks} ranks are no multiple of it; start a multiple by torchrun")
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        gpus = torch.cuda.device_count()
-        if local >= gpus:
+    if on_gpu := torch.cuda.is_available():
+        if local >= (gpus := torch.cuda.device_count()):
             raise RuntimeError(f"--nproc-per-node: this machine has {gpus} GPUs, and a rank needs its own")
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)

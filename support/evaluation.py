@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine import Engine, Rollout, Sampling
+    from support.args import SamplingArgs
 
 # ------------------------------------------------------------------ benchmarks
 
@@ -42,44 +43,41 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A set to evaluate on. `metric` is its headline: "avg", or "pass@16" if small (Sec. 5.1).
-
-    `digest` stands for the problems, their order and answers: scores compare where it is equal.
-    """
+    """A set to evaluate on; scores on it compare where `digest` is equal. report: a line on it."""
 
     name: str
     problems: list[Problem]
-    metric: str
-    digest: str
+    metric: str  # its headline: "avg", or "pass@16" if it is small (Sec. 5.1)
+    digest: str  # of the problems, their order and answers
     report: str
 
 
-def load_benchmark(spec: str, flag: str, seed_problems: int = 200) -> Benchmark:
+def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
     """The evaluation set that `spec` asks for, with every row of it, in its own order.
 
     `spec` is the name of a known set (`math500`, read from the hub), `NAME=FILE` (a local copy of
     it, with as many rows), a .jsonl, .json or .parquet file, or `sums` or `sums:2-3:20` (up to
-    `seed_problems` of the held-out sums, the same whatever the run's seed).
-
-    Raises:
-        ValueError: one sentence that names `flag`, the row and its column, and the remedy.
+    `sums_problems` of the held-out sums, the same whatever the run's seed). Raises ValueError, a
+    sentence that names `flag`, the row and its column, and the remedy.
     """
-    name, equals, file = spec.partition("=")
+    name, _, file = spec.partition("=")
     hub, split, rows, metric = KNOWN.get(name, ("", "train", 0, "avg"))
+    # Not a known set: a file's name may hold "=".
+    file = file if hub else spec
     known = f"write one of {', '.join(KNOWN)}, a .jsonl, .json or .parquet file, or sums"
     try:
-        if wanted := tiny.sums.asked(spec, "test", seed_problems):
+        if wanted := tiny.sums.asked(spec, "test", sums_problems):
             name, problems, source = "sums", data.sums(seed=0, **wanted), f"held-out sums ({spec})"
-        elif hub and not equals:
+        elif hub and not file:
             remedy = f"fetch its file by other means and write {name}=FILE"
             problems, source = data.read(hub, name, strict=True, split=split, remedy=remedy)
-        elif equals and not hub and not Path(spec).is_file():
+        elif "=" in spec and not hub and not Path(spec).is_file():
             raise DataError(spec, f"no set is known as {name!r}", known)
-        elif not data.is_file(file if hub else spec):
+        elif not data.is_file(file):
             raise DataError(spec, "neither a known set nor a file nor sums", known)
         else:
             name = name if hub else Path(spec).stem
-            problems, source = data.read(file if hub else spec, name, strict=True)
+            problems, source = data.read(file, name, strict=True)
         if not problems:
             raise DataError(spec, "there is no problem in it", "name another set")
         if rows not in (0, len(problems)):
@@ -98,6 +96,27 @@ def make_benchmark(name: str, problems: list[Problem], metric: str, source: str)
     note = f", {repeated} of them repeated" if repeated else ""
     report = f"{name}: {len(problems)} problems{note} from {source}, digest {digest}, headline {metric}"
     return Benchmark(name, problems, metric, digest, report)
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A benchmark's prompts. Its `too_long` problems have none and count as wrong."""
+
+    name: str
+    metric: str
+    prompts: list[Prompt]
+    too_long: int
+
+
+def prepare(
+    benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, args: SamplingArgs, training: list[Problem]
+) -> tuple[EvalSet, str]:
+    """A benchmark's prompts, and its report with what is too long and what is in the `training` set too."""
+    prompts, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    seen = len(contaminated(benchmark.problems, training))
+    long = f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else ""
+    known = f"; CONTAMINATED: {seen} of them are in the training set" if seen else ""
+    return EvalSet(benchmark.name, benchmark.metric, prompts, too_long), f"{benchmark.report}{long}{known}"
 
 
 def contaminated(problems: list[Problem], training: Iterable[Problem]) -> list[Problem]:
@@ -157,16 +176,6 @@ def grade(
 PASS_K = 16  # of the paper's metric for the small sets
 
 
-@dataclass(frozen=True)
-class EvalSet:
-    """A benchmark's prompts. Its `too_long` problems have none and count as wrong."""
-
-    name: str
-    metric: str
-    prompts: list[Prompt]
-    too_long: int
-
-
 def evaluate(
     engine: Engine,
     sets: list[EvalSet],
@@ -177,12 +186,11 @@ def evaluate(
     seed: int,
     rollout_seeds: bool = False,
 ) -> dict[str, float]:
-    """avg@n, pass@16 where there are so many samples, and accuracy of one greedy sample, by set.
+    """avg@n, pass@16 where there are so many samples, accuracy of one greedy sample: `eval/<set>/<score>`.
 
-    Sets whose metric is pass@16 get 16 samples per problem at least. Keys are `eval/<set>/<score>`
-    and, where problems were too long and count as wrong, `eval/<set>/too_long`. Each rank samples
-    its share of the problems and gets all scores; with `rollout_seeds` any number of ranks gets
-    the same.
+    Sets whose metric is pass@16 get 16 samples per problem at least. Where problems were too long
+    and count as wrong, `too_long` is their number. Each rank samples its share of the problems and
+    gets all scores; with `rollout_seeds` any number of ranks gets the same.
     """
 
     def right(prompts: dict[int, Prompt], count: int, how: Sampling) -> list[int]:

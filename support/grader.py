@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import os
-import queue
 import re
 import select
 import signal
@@ -22,6 +21,7 @@ import threading
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _BRACES = re.compile(r"\\?\\(?:boxed|fbox)(?![A-Za-z])\s*\{?|\\.|[{}]", re.DOTALL)
@@ -160,7 +160,6 @@ def gold_text(cell: object, column: str = "answer") -> str:
 
 # characters; ten times the longest gold answer of the usual benchmarks
 LONGEST_ANSWER = 2_000
-_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "equality.py")
 START_SECONDS = 120.0
 
 
@@ -185,7 +184,7 @@ class GraderError(RuntimeError):
     """The workers cannot start or keep dying: the machine's fault, so no response gets a verdict."""
 
 
-class Grader:
+class Grader(contextlib.AbstractContextManager):
     """Grades responses; math-verify runs in `workers` child processes that can be killed.
 
     An answer may take `timeout` seconds and `memory_mb` of address space; what takes more is killed
@@ -196,12 +195,8 @@ class Grader:
     def __init__(self, workers: int = 1, timeout: float = 5.0, memory_mb: int = 2048) -> None:
         self._timeout, self._memory_mb, self._closed = timeout, memory_mb, False
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grader")
-        # None: a worker yet to be started
-        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
-        for _ in range(workers):
-            self._idle.put(None)
-        self._alive: set[_Worker] = set()
-        self._lock = threading.Lock()
+        # Each thread's own worker; all of them, for `close`.
+        self._local, self._alive, self._lock = threading.local(), set(), threading.Lock()
 
     def grade(self, texts: list[str], golds: list[str]) -> list[Verdict]:
         """A verdict on each response in `texts` by its answer in `golds`.
@@ -236,32 +231,28 @@ class Grader:
         return [kinds[pair] for pair in pairs]
 
     def _verify(self, pair: tuple[str, str]) -> str:
-        worker = self._idle.get()
-        try:
-            for _ in range(3):
-                worker = worker or self._start()
-                fresh = worker.jobs == 0
-                reply = worker.ask(pair, self._timeout)
-                if reply in ("right", "wrong"):
-                    return reply
-                with self._lock:
-                    self._alive.discard(worker)
-                worker.close()
-                worker = None
-                # A used worker may have run out of memory for other answers' sake: a new one tells.
-                if reply == "timeout" or (reply == "memory" and fresh):
-                    return "timeout"
-            raise GraderError(f"grading workers keep dying ({reply}): is memory short, or math-verify not installed?")
-        finally:
-            self._idle.put(worker)
+        for _ in range(3):
+            worker = getattr(self._local, "worker", None) or self._start()
+            fresh = worker.jobs == 0
+            reply = worker.ask(pair, self._timeout)
+            if reply in ("right", "wrong"):
+                return reply
+            with self._lock:
+                self._alive.discard(worker)
+            worker.close()
+            self._local.worker = None
+            # A used worker may have run out of memory for other answers' sake: a new one tells.
+            if reply == "timeout" or (reply == "memory" and fresh):
+                return "timeout"
+        raise GraderError(f"grading workers keep dying ({reply}): is memory short, or math-verify not installed?")
 
     def _start(self) -> _Worker:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grader is closed")
-            worker = _Worker(self._timeout, self._memory_mb)
-            self._alive.add(worker)
-        return worker
+            self._local.worker = _Worker(self._timeout, self._memory_mb)
+            self._alive.add(self._local.worker)
+        return self._local.worker
 
     def close(self) -> None:
         """Kills the workers, busy or not. A second call does nothing."""
@@ -272,9 +263,6 @@ class Grader:
         self._threads.shutdown(wait=True, cancel_futures=True)
         while self._alive:
             self._alive.pop().close()
-
-    def __enter__(self) -> Grader:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
@@ -301,9 +289,8 @@ class _Worker:
     """
 
     def __init__(self, timeout: float, memory_mb: int) -> None:
-        bounds = [str(timeout), str(memory_mb), str(os.getpid())]
-        command = [sys.executable, "-P", _SCRIPT, "--grade-worker", *bounds]
-        pipe = subprocess.PIPE
+        script, bounds = Path(__file__).resolve().parent / "equality.py", (timeout, memory_mb, os.getpid())
+        command, pipe = [sys.executable, "-P", script, "--grade-worker", *map(str, bounds)], subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
         self.jobs = 0
 

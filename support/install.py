@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 VENV = Path(".venv")
-PYTHON, STAMP, LOG = VENV / "bin" / "python", VENV / "stamp", VENV / "install.log"
+PYTHON, STAMP = VENV / "bin" / "python", VENV / "stamp"
 TEXT = {"stdout": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
 CHECK = """import datasets, math_verify, torch, vllm; from transformers import AutoModelForCausalLM, __version__
 print(f"torch {torch.__version__}, vllm {vllm.__version__}, transformers {__version__}")"""
@@ -57,19 +57,10 @@ def check_system(kind: str) -> None:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip in .venv; of its hundreds of lines, show the big files and one line every five seconds."""
+    """Run pip in .venv."""
     environment = {"PIP_DEFAULT_TIMEOUT": "120", **os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    command, shown = [str(PYTHON), "-m", "pip", *arguments], time.monotonic()
-    with LOG.open("a", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stderr=subprocess.STDOUT, env=environment, **TEXT)
-        for line in process.stdout:
-            print(line, end="", file=log, flush=True)
-            big = re.search(r"\(\d{2,}\.\d MB\)|GB\)|^Installing collected packages", line)
-            if big or (time.monotonic() - shown > 5 and not line.startswith("WARNING")):
-                shown = time.monotonic()
-                print("  " + line.strip()[:116], flush=True)
-    if process.wait():
-        sys.exit("\n".join([f"install: pip failed; the end of {LOG}:", *LOG.read_text("utf-8").splitlines()[-12:]]))
+    if subprocess.run([str(PYTHON), "-m", "pip", *arguments], env=environment).returncode:
+        sys.exit("install: pip failed, for the reason above; the next make starts over.")
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:
@@ -93,7 +84,7 @@ def main() -> None:
     print(f"install: making .venv from requirements-{kind}.txt; this takes minutes and is done once", flush=True)
     if subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)]).returncode:
         sys.exit(f"install: {sys.executable} -m venv failed.")
-    options = ("install", "--progress-bar", "off", "--no-warn-conflicts", "-r")
+    options = ("install", "--no-warn-conflicts", "-r")
     if kind == "gpu":
         pip(*options, "requirements.txt", "-r", "requirements-gpu.txt")
     else:

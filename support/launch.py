@@ -25,7 +25,7 @@ from grpo import Learner, LossConfig, NonFiniteGradients, SamplerGapError
 from support import checkpoint, data, distributed
 from support.args import Args, fail
 from support.distributed import print0, rank
-from support.evaluation import EvalSet, contaminated, load_benchmark, make_benchmark
+from support.evaluation import EvalSet, load_benchmark, make_benchmark, prepare
 from support.grader import Grader, GraderError
 from support.model import engine_from, load_policy, load_tokenizer, refuse_untrainable, vocabulary
 from support.pictures import plot_reward
@@ -59,41 +59,32 @@ def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[d
     """Prompts to train on and the sets to evaluate on, with a printed line on each."""
     try:
         problems, line = data.load(args.dataset, args.seed, args.dataset_config, args.dataset_split)
-        built_in, held_out = sums_range(args.dataset), []
-        if "held-out" in args.eval_data and not built_in:
-            # Not the run's seed: runs are compared on the same held-out problems.
-            random.Random(0).shuffle(problems)
-            cut = min(args.eval_problems, len(problems) // 10)
-            problems, held_out = problems[cut:], problems[:cut]
         benchmarks = []
         for spec in args.eval_data:
-            if spec == "held-out" and not built_in:
-                benchmarks.append(make_benchmark("held-out", held_out, "avg", "the training set"))
-            elif args.eval_problems or not sums_range(spec if spec != "held-out" else args.dataset):
-                found = load_benchmark(args.dataset if spec == "held-out" else spec, "--eval-data", args.eval_problems)
-                benchmarks.append(dataclasses.replace(found, name="held-out") if spec == "held-out" else found)
+            name, source = ("held-out", args.dataset) if spec == "held-out" else (None, spec)
+            if name and not sums_range(source):
+                # Not the run's seed: runs are compared on the same held-out problems.
+                random.Random(0).shuffle(problems)
+                cut = min(args.eval_problems, len(problems) // 10)
+                benchmarks.append(make_benchmark(name, problems[:cut], "avg", "the training set"))
+                problems = problems[cut:]
+            elif args.eval_problems or not sums_range(source):
+                found = load_benchmark(source, "--eval-data", args.eval_problems)
+                benchmarks.append(dataclasses.replace(found, name=name or found.name))
         prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+        sets = [prepare(benchmark, tokenizer, args, problems) for benchmark in benchmarks if benchmark.problems]
     except ValueError as error:
         fail(str(error))
-    for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
+    for name, count in Counter(chosen.name for chosen, _ in sets).items():
         if count > 1:
             fail(f"--eval-data: {count} sets are called {name}, as are their scores; rename a file or leave one out")
     if not prompts:
         too_long = f"{dropped} longer than --max-prompt {args.max_prompt}"
         fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {too_long})")
     print0(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
-    sets = []
-    for benchmark in benchmarks:
-        if not benchmark.problems:
-            print0(f"evaluation: {benchmark.report}; it is empty and not evaluated")
-            continue
-        kept, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
-        sets.append(EvalSet(benchmark.name, benchmark.metric, kept, too_long))
-        seen = len(contaminated(benchmark.problems, problems))
-        long = f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else ""
-        known = f"; CONTAMINATED: {seen} of them are in the training set" if seen else ""
-        print0(f"evaluation: {benchmark.report}{long}{known}")
-    return prompts, sets
+    for _, report in sets:
+        print0(f"evaluation: {report}")
+    return prompts, [chosen for chosen, _ in sets]
 
 
 def quiet(verbose: bool) -> None:
@@ -183,10 +174,9 @@ def run(args: Args, trainer: type) -> int:
         signal.signal(notice, signal.default_int_handler)
     resume_from = None
     if args.resume:
-        found = checkpoint.complete(Path(args.output))
-        if not found:
+        resume_from = next(reversed(checkpoint.complete(Path(args.output))), None)
+        if not resume_from:
             fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
-        resume_from = found[-1]
     try:
         with open_parts(args) as parts:
             # Ranks may differ in the time of day, which names the folder.
@@ -208,14 +198,12 @@ def _train(args: Args, parts: Parts, trainer: type, resume_from: Path | None) ->
     folder = Path(args.output)
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        kept = dataclasses.asdict(args) | {"resume": ""}
         # Never truncate the only copy: a resumed run writes it again.
         temporary = folder / ".args.json"
-        temporary.write_text(json.dumps(kept, indent=2, ensure_ascii=False))
+        temporary.write_text(json.dumps(vars(args) | {"resume": ""}, indent=2, ensure_ascii=False))
         temporary.replace(folder / "args.json")
     distributed.barrier()
-    runs, method = {}, args.algo.upper()
-    baseline = folder / "baseline"
+    runs, method, baseline = {}, args.algo.upper(), folder / "baseline"
     if args.baseline_steps and args.prune != "none" and not resume_from:
         plain = dataclasses.replace(args, prune="none", steps=args.baseline_steps, output=str(baseline))
         trainer(plain, parts).run(method, checkpoints=False)
@@ -225,9 +213,8 @@ def _train(args: Args, parts: Parts, trainer: type, resume_from: Path | None) ->
     runs[name] = trainer(args, parts).run(name, resume_from)
     if rank() == 0:
         plot_reward(runs, folder / "reward.png")
-        pictures = [str(folder / n) for n in ("reward.png", "rollouts.png") if (folder / n).is_file()]
+        print(f"{summary(runs)}\n\npictures: {folder / 'reward.png'}, {folder / 'rollouts.png'}")
         saved = "".join(f", {found.name}" for found in checkpoint.complete(folder)[-1:])
-        print(f"{summary(runs)}\n\npictures: {', '.join(pictures)}")
         print(f"run folder: {folder}  (metrics.jsonl, rollouts.jsonl{saved})")
 
 

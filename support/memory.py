@@ -12,8 +12,6 @@ constants below, vLLM's work, FSDP2's buffers (read from its source), attention 
 from __future__ import annotations
 
 import inspect
-import itertools
-from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -104,47 +102,21 @@ class Estimate:
         }
 
 
+LESS = {"generate": "--gpu-memory-utilization", "logprob": "--token-budget", "update": "--token-budget"}
+
+
 def first_misfit(s: Shape, args: Args, ranks: int, device_bytes: int) -> str | None:
-    """One sentence on the first phase that does not fit, and what would mend it: flags, or more ranks; else None."""
-    if (problem := _problem(s, args, ranks, device_bytes)) is None:
-        return None
-    remedies = [_remedy(s, args, [ranks], sorted({args.offload, True}), device_bytes)]
-    if remedies[0] is None or "--offload" in remedies[0]:
-        remedies.append(_remedy(s, args, [ranks << n for n in range(1, 7)], [args.offload], device_bytes))
-    named = " or ".join(filter(None, remedies))
-    advice = f"{named} would fit" if named else "no flags help: take a smaller --model or a smaller --max-length"
-    return f"{problem}; {advice}"
-
-
-def _problem(s: Shape, args: Args, ranks: int, device_bytes: int) -> str | None:
+    """One sentence on the first phase that does not fit, with the flags that make it take less; else None."""
     found, usable = Estimate(s, args, ranks, device_bytes), int(USABLE * device_bytes)
     for phase, needed in found.phases.items():
         if needed > usable:
+            remedies = [f"lower {LESS[phase]}"] if phase in LESS else []
+            remedies = ", ".join(remedies + ["add --offload"] * (not args.offload))
             sizes = f"{needed / 1e9:.1f} GB of GPU memory and {usable / 1e9:.1f} GB"
-            return f"{phase} needs {sizes} can be used on each GPU"
+            return f"{phase} needs {sizes} can be used on each GPU; {remedies} or take more GPUs (torchrun)"
     if found.kv_tokens < args.max_length:
         needed, left = s.kv * args.max_length / 1e9, max(0, found.kv_cache) / 1e9
         cache = f"generate needs {needed:.1f} GB of KV cache for one rollout of --max-length {args.max_length}"
-        return f"{cache} and {left:.1f} GB are left within --gpu-memory-utilization {args.gpu_memory_utilization}"
-    return None
-
-
-def _remedy(s: Shape, args: Args, ranks: list[int], offload: list[bool], device_bytes: int) -> str | None:
-    """The first that fits: vLLM's share changes before the token budget, and as little as it takes."""
-    now = args.gpu_memory_utilization
-    shares = sorted([now, *(n / 20 for n in range(1, 20))], key=lambda share: abs(share - now))
-    budgets = [args.token_budget >> n for n in range(20) if n == 0 or args.token_budget >> n >= args.max_length]
-    for count, to_host, budget, share in itertools.product(ranks, offload, budgets, shares):
-        flags = {"offload": to_host, "token_budget": budget, "gpu_memory_utilization": share}
-        changed = SimpleNamespace(**vars(args) | flags)
-        # A cache for one rollout at a time would do for vLLM, and take days.
-        found = Estimate(s, changed, count, device_bytes)
-        if found.kv_tokens >= args.group_size * args.max_length and not _problem(s, changed, count, device_bytes):
-            changes = {
-                f"{count} such GPUs (torchrun)": len(ranks) > 1,
-                f"--offload ({found.host / 1e9:.0f} GB of main memory)": to_host != args.offload,
-                f"--token-budget {budget}": budget != args.token_budget,
-                f"--gpu-memory-utilization {share}": share != now,
-            }
-            return " with ".join(change for change, named in changes.items() if named)
+        share = f"--gpu-memory-utilization {args.gpu_memory_utilization}"
+        return f"{cache} and {left:.1f} GB are left within {share}; raise this, or lower --max-length"
     return None

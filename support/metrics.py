@@ -19,16 +19,6 @@ from engine import Rollout
 Metrics = dict[str, float]
 
 
-def _ranks(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank of each row in its group, from 1, ties at their mean (N,) fp64; group numbers (N,)."""
-    level = torch.unique(scores, return_inverse=True)[1]
-    group = torch.unique(groups, return_inverse=True)[1]
-    cell, count = torch.unique(group * (level.max() + 1) + level, return_inverse=True, return_counts=True)[1:]
-    rank = (count.cumsum(0) - (count.double() - 1) / 2)[cell]
-    size = torch.bincount(group)
-    return rank - (size.cumsum(0) - size)[group], group
-
-
 def within_group_auc(scores: Tensor, labels: Tensor, groups: Tensor) -> float:
     """Share of (right, wrong) pairs of one group in which the right one scores higher.
 
@@ -38,14 +28,18 @@ def within_group_auc(scores: Tensor, labels: Tensor, groups: Tensor) -> float:
     >>> within_group_auc(torch.tensor([0.9, 0.8, 0.2, 0.1]), torch.tensor([1, 1, 0, 0]), torch.tensor([0, 1, 0, 1]))
     1.0
     """
-    if not len(scores):
-        return math.nan
-    rank, group = _ranks(scores, groups)
-    right = labels.double()
-    positives = torch.bincount(group, right)
-    pairs = (positives * (torch.bincount(group) - positives)).sum()
-    wins = torch.bincount(group, rank * right) - positives * (positives + 1) / 2  # Mann-Whitney U of each group
-    return (wins.sum() / pairs).item() if pairs else math.nan
+    wins = pairs = 0.0
+    for group in groups.unique():
+        right, wrong = (scores[(groups == group) & (labels == label)] for label in (1, 0))
+        wins += _ranks(right, wrong).sum().item()
+        pairs += len(right) * len(wrong)
+    return wins / pairs if pairs else math.nan
+
+
+def _ranks(values: Tensor, others: Tensor) -> Tensor:
+    """How many of `others` are below each of `values`; equal ones count half."""
+    others = others.sort().values
+    return (torch.searchsorted(others, values) + torch.searchsorted(others, values, right=True)) / 2
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
@@ -57,8 +51,7 @@ def spearman(scores: Tensor, labels: Tensor) -> float:
     """Spearman's rank correlation of `scores` (N,) with 0/1 `labels` (N,) (Fig. 2c)."""
     if not len(scores):
         return math.nan
-    one_group = torch.zeros_like(scores, dtype=torch.int64)
-    x, y = _ranks(scores, one_group)[0], _ranks(labels, one_group)[0]
+    x, y = (_ranks(values, values).double() for values in (scores, labels))
     x, y = x - x.mean(), y - y.mean()
     scale = (x.square().sum() * y.square().sum()).sqrt()
     return (x @ y / scale).item() if scale else math.nan
@@ -124,12 +117,9 @@ def interval(
     data = np.asarray(values, np.float64)
     if not len(data) or not np.isfinite(data).all():
         raise ValueError("an interval needs values, all of them finite")
-    # 8 MB at a time
-    rng, rows = np.random.default_rng(seed), max(1, 1_000_000 // len(data))
-    means = [
-        data[rng.integers(len(data), size=(min(rows, resamples - start), len(data)))].mean(1)
-        for start in range(0, resamples, rows)
-    ]
+    # Ten at a time: all at once would not fit in memory, one by one is slow.
+    rng = np.random.default_rng(seed)
+    means = [data[rng.integers(len(data), size=(10, len(data)))].mean(1) for _ in range(resamples // 10)]
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
@@ -160,7 +150,8 @@ def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
     """Sampling and pruning. What is said of pruned rollouts is estimated.
 
     Ratios and lengths are those of the scored survivors, each weighted by 1 / p (it stands for the
-    1 / p that arrived). That a group had no variance is a chance, from how many survivors agree.
+    1 / p that arrived). That a group had no variance is a chance, from how many survivors agree:
+    by Laplace's rule of succession (n + 1) / (n + m + 1) for n that are alike and m pruned siblings.
     """
     judged = [r for r in rollouts if r.reward is not None]
     pruned = [r for r in rollouts if r.finish == "pruned"]
@@ -170,9 +161,14 @@ def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
     arrived, weight = survived + len(pruned), sum(w for _, w in scored)
     positive_scored = _ratio(sum(w * r.reward for r, w in scored), weight)
     beyond = _ratio(sum(w * (len(r.token_ids) - detect_length) for r, w in scored), weight)
-    groups = rewards_by_group(rollouts)
-    means = [sum(rewards) / len(rewards) for rewards in groups.values() if rewards]
+    # A group without a survivor is there, and empty.
+    groups: dict[int, list[float]] = {r.group: [] for r in rollouts}
+    for r in judged:
+        groups[r.group].append(r.reward)
     lost = Counter(r.group for r in pruned)
+    alike = {group: rewards for group, rewards in groups.items() if len(set(rewards)) < 2}
+    chances = [(len(rewards) + 1) / (len(rewards) + lost[group] + 1) for group, rewards in alike.items()]
+    means = [sum(rewards) / len(rewards) for rewards in groups.values() if rewards]
     estimated = arrived if scored else 0
     return {
         "rollouts": len(rollouts),
@@ -184,8 +180,8 @@ def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
         "positive_kept": _ratio(sum(r.reward for r, _ in scored), len(scored)),
         "rho_mean": _ratio(sum(means), len(means)),
         "rho_variance": _ratio(sum(m * (1 - m) for m in means), len(means)),
-        "zero_variance_before": _ratio(sum(_chance_of_no_variance(groups[g], lost[g]) for g in groups), len(groups)),
-        "zero_variance_after": _ratio(sum(len(set(rewards)) < 2 for rewards in groups.values()), len(groups)),
+        "zero_variance_before": _ratio(sum(chances), len(groups)),
+        "zero_variance_after": _ratio(len(alike), len(groups)),
         "tokens_generated": sum(len(r.token_ids) for r in rollouts),
         "tokens_saved": beyond * len(pruned) if pruned else 0.0,
         "tokens_late": sum(r.late for r in rollouts),
@@ -193,24 +189,6 @@ def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
         "length_mean": _ratio(sum(len(r.token_ids) for r in judged), len(judged)),
         "truncated": _ratio(sum(r.finish == "length" for r in judged), len(judged)),
     }
-
-
-def rewards_by_group(rollouts: list[Rollout]) -> dict[int, list[float]]:
-    """Rewards of each group's survivors; a group without any is there, and empty."""
-    rewards: dict[int, list[float]] = {r.group: [] for r in rollouts}
-    for r in rollouts:
-        if r.reward is not None:
-            rewards[r.group].append(r.reward)
-    return rewards
-
-
-def _chance_of_no_variance(rewards: list[float], pruned: int) -> float:
-    """Chance that all of a group were right, or all wrong, given its survivors.
-
-    0 if they differ, else by Laplace's rule of succession: (n + 1) / (n + m + 1) for n survivors
-    that are alike and m pruned siblings.
-    """
-    return 0.0 if len(set(rewards)) > 1 else (len(rewards) + 1) / (len(rewards) + pruned + 1)
 
 
 def _ratio(part_sum: float, total: float) -> float:

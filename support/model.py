@@ -107,10 +107,8 @@ def _misfit_on_cpu(parameters: int, args: Args) -> str | None:
     size, free = parameters * per_parameter / 2**30 + args.kv_cache_gb * ranks, _free_memory() / 2**30
     name = f"{parameters / 1e6:,.0f}M parameters"
     if size > free:
-        return (
-            f"without a GPU, {name} and --kv-cache-gb {args.kv_cache_gb} take {size:.1f} GiB of main memory, and"
-            f" {free:.1f} GiB are free; take a smaller model, or a GPU"
-        )
+        needed = f"{name} and --kv-cache-gb {args.kv_cache_gb} take {size:.1f} GiB of main memory"
+        return f"without a GPU, {needed}, and {free:.1f} GiB are free; take a smaller model, or a GPU"
     tokens = args.prompts * args.group_size * args.max_length
     if (minutes := tokens * parameters / (CORE_SPEED * cores) / 60) > 1:
         distributed.print0(
@@ -152,23 +150,23 @@ def engine_from(
         # Whatever vLLM raises.
         if args.verbose:
             raise
-        fail(_why_no_engine(f"{type(error).__name__}: {error}", args, device, tensor_parallel))
+        fail(_why_no_engine(f"{type(error).__name__}: {error}", args, device))
     try:
         yield engine
     finally:
         engine.close()
 
 
-def _why_no_engine(error: str, args: SamplingArgs, device: torch.device, tensor_parallel: int) -> str:
+def _why_no_engine(error: str, args: SamplingArgs, device: torch.device) -> str:
     """One sentence on what vLLM raised while the engine was built, with the flag of ours to change."""
-    on_gpu = device.type == "cuda"
-    room = f"--gpu-memory-utilization {args.gpu_memory_utilization}" if on_gpu else f"--kv-cache-gb {args.kv_cache_gb}"
+    flag = "gpu_memory_utilization" if device.type == "cuda" else "kv_cache_gb"
+    room = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
     for pattern, sentence in {
         "max seq len|cache blocks": f"{room}: no room for the keys and values of --max-length {args.max_length} tokens",
         "memory for kv|Free memory|out of memory|OutOfMemory": f"{room}: that much memory is not free",
         "max_num_seqs": f"--max-num-seqs {args.max_num_seqs}: more than vLLM takes in one of its steps",
         "max_model_len": f"--max-length {args.max_length}: more than vLLM allows this model",
-        "tensor parallel": f"--tp {tensor_parallel}: this model cannot be cut into so many parts",
+        "tensor parallel": "--tp: this model cannot be cut into so many parts",
     }.items():
         if re.search(pattern, error):
             return sentence
@@ -202,13 +200,11 @@ def load(name: str, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel
         "not finite": [name for name, p in model.named_parameters() if not p.isfinite().all()],
         "not the embedding's, to which config.json ties it": ["lm_head.weight"] if untied else [],
     }
-    found = [
-        ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) + f": {problem}"
-        for problem, names in problems.items()
-        if names
-    ]
-    if found:
-        fail(f"--model {name}: its checkpoint is not that of a {type(model).__name__}: {'; '.join(found)}")
+    for problem, names in problems.items():
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            wrong = f"{', '.join(sorted(names)[:3])}{more}: {problem}"
+            fail(f"--model {name}: its checkpoint is not that of a {type(model).__name__}: {wrong}")
     return model
 
 

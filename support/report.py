@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from tqdm import tqdm
@@ -25,7 +24,6 @@ from support.distributed import gather, rank
 from support.metrics import Metrics
 from support.pictures import plot_rollouts
 
-PHASES = ("generate", "grade", "logprob", "update", "head", "sync", "step")
 # Of metrics whose name does not begin with that of their group; the others are about rollouts.
 GROUPS = {
     "time": "wall_clock memory_gb epoch",
@@ -66,21 +64,18 @@ class RunLog:
 
     def __init__(self, args: Args, name: str, resumed_step: int | None = None) -> None:
         self.args, self.folder, self.write = args, Path(args.output), rank() == 0
-        self.files: dict[str, TextIO] = {}
-        self.warnings = Warnings()
-        self.last_group: list[dict] = []
+        self.warnings, self.last_group = Warnings(), []
         if self.write:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for file in ("metrics", "rollouts"):
-                path = self.folder / f"{file}.jsonl"
+            for path in (self.folder / "metrics.jsonl", self.folder / "rollouts.jsonl"):
                 kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step else []
                 # Never truncate the only copy.
-                temporary = self.folder / f".{file}.jsonl"
-                temporary.write_text("".join(map(_dump, kept)), "utf-8")
+                temporary = path.with_name(f".{path.name}")
+                temporary.unlink(missing_ok=True)
+                _append(temporary, kept)
                 temporary.replace(path)
-                self.files[file] = path.open("a", encoding="utf-8")
         # Now that the folder is there: wandb would write elsewhere without a word.
-        self.track, self.close_tracker = _tracker(args, self.folder if self.write else None)
+        self.track, self.close_tracker = _tracker(args.tracker if self.write else "none", self.folder, args)
         options = {"unit": "step", "dynamic_ncols": True, "disable": not self.write}
         self.bar = tqdm(total=args.steps, initial=resumed_step or 0, desc=name, **options)
 
@@ -91,14 +86,13 @@ class RunLog:
         self.bar.close()
         if self.last_group:
             plot_rollouts(self.last_group, self.args.detect_length, self.folder / "rollouts.png")
-        for file in self.files.values():
-            file.close()
         self.close_tracker()
 
     def metrics(self, metrics: Metrics) -> None:
         """One line of metrics.jsonl; NaN and infinity, which JSON does not have, are left out."""
         finite = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
-        self._append("metrics", [finite])
+        if self.write:
+            _append(self.folder / "metrics.jsonl", [finite])
         named = {tracker_name(name): value for name, value in finite.items() if name != "step"}
         self.track(named, int(metrics["step"]))
 
@@ -109,18 +103,13 @@ class RunLog:
             return
         first = [r for r in rollouts if r.group == next(iter(prompts))]
         logged = {"none": [], "sample": first, "all": rollouts}[self.args.log_rollouts]
-        self._append("rollouts", rollout_rows(int(metrics["step"]), prompts, logged))
+        _append(self.folder / "rollouts.jsonl", rollout_rows(int(metrics["step"]), prompts, logged))
         self.last_group = rollout_rows(int(metrics["step"]), prompts, first)
         rate = metrics["tokens_generated"] / metrics["time_generate"]
         self.bar.set_postfix_str(f"reward {metrics['reward']:.2f}, kept {metrics['keep_ratio']:.2f}, {rate:,.0f} tok/s")
         self.bar.update()
         if warning := self.warnings.find(metrics, rollouts):
             self.bar.write(f"{Path(sys.argv[0]).name}: warning: {warning}", file=sys.stderr)
-
-    def _append(self, name: str, rows: Iterable[dict]) -> None:
-        if name in self.files:
-            self.files[name].writelines(map(_dump, rows))
-            self.files[name].flush()
 
 
 class Warnings:
@@ -201,14 +190,14 @@ def tracker_name(metric: str) -> str:
     return f"{next((group for group in GROUPS if metric in GROUPS[group].split()), 'rollout')}/{metric}"
 
 
-def _tracker(args: Args, folder: Path | None) -> tuple[Callable[[Metrics, int], None], Callable[[], None]]:
-    """Two functions, report(values, step) and close(); for "none", or no folder, they do nothing."""
-    if folder and args.tracker == "tensorboard":
+def _tracker(name: str, folder: Path, args: Args) -> tuple[Callable[[Metrics, int], None], Callable[[], None]]:
+    """Two functions, report(values, step) and close()."""
+    if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(folder / "tensorboard"))
         return lambda values, step: [writer.add_scalar(key, value, step) for key, value in values.items()], writer.close
-    if folder and args.tracker == "wandb":
+    if name == "wandb":
         import wandb
 
         run = wandb.init(project="arrol", name=folder.name, dir=str(folder), config=vars(args), reinit="create_new")
@@ -216,8 +205,9 @@ def _tracker(args: Args, folder: Path | None) -> tuple[Callable[[Metrics, int], 
     return lambda values, step: None, lambda: None
 
 
-def _dump(row: dict) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+def _append(path: Path, rows: list[dict]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _lines(path: Path) -> list[dict]:
@@ -236,14 +226,17 @@ def load_metrics(folder: Path) -> list[Metrics]:
 
 # ------------------------------------------------------------------ the table at the end
 
+# Row -> metric, format, whether the runs' ratio says something.
 ROWS = {
-    "tokens generated": ("tokens_generated", ",.0f"),
-    "tokens saved (estimate)": ("tokens_saved", ",.0f"),
-    "keep ratio of scored rollouts": ("keep_ratio", ".3f"),
-    "positive ratio before pruning (estimate)": ("positive_scored", ".3f"),
-    "positive ratio after pruning": ("positive_kept", ".3f"),
-    "zero-variance groups before pruning (estimate)": ("zero_variance_before", ".3f"),
-    "zero-variance groups after pruning": ("zero_variance_after", ".3f"),
+    **{f"{phase}, s": (f"time_{phase}", ".3f", True) for phase in "generate grade logprob update head sync".split()},
+    "whole step, s": ("time_step", ".3f", True),
+    "tokens generated": ("tokens_generated", ",.0f", True),
+    "tokens saved (estimate)": ("tokens_saved", ",.0f", False),
+    "keep ratio of scored rollouts": ("keep_ratio", ".3f", False),
+    "positive ratio before pruning (estimate)": ("positive_scored", ".3f", False),
+    "positive ratio after pruning": ("positive_kept", ".3f", False),
+    "zero-variance groups before pruning (estimate)": ("zero_variance_before", ".3f", False),
+    "zero-variance groups after pruning": ("zero_variance_after", ".3f", False),
 }
 
 
@@ -253,17 +246,19 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
     runs: name -> lines of metrics.jsonl. Medians are over the steps in which pruning was on, where
     there is such a step.
     """
-    phases = {f"{'whole step' if phase == 'step' else phase}, s": (f"time_{phase}", ".3f") for phase in PHASES}
-    table = [["median of a step", *runs, *(["ratio"] if len(runs) > 1 else [])]]
-    for label, (key, form) in (phases | ROWS).items():
+    table = [["median of a step", *runs, "ratio" if len(runs) > 1 else ""]]
+    for label, (key, form, compared) in ROWS.items():
         values = [_median(lines, key) for lines in runs.values()]
-        cells = ["-" if math.isnan(value) else format(value, form) for value in values]
-        if len(runs) > 1:
-            ratio = (label in phases or key == "tokens_generated") and all(value > 0 for value in values)
-            cells.append(f"{values[0] / values[-1]:.2f}x" if ratio else "")
-        table.append([label, *cells])
-    scores = evaluations(runs)
-    return _aligned(table) + (f"\n\n{_aligned(scores)}" if len(scores) > 1 else "")
+        comparable = compared and len(runs) > 1 and all(value > 0 for value in values)
+        ratio = f"{values[0] / values[-1]:.2f}x" if comparable else ""
+        table.append([label, *("-" if math.isnan(value) else format(value, form) for value in values), ratio])
+    keys = dict.fromkeys(key for lines in runs.values() for m in lines for key in m if key.startswith("eval/"))
+    scores = [["evaluation", "step", *(key.removeprefix("eval/").replace("/", " ") for key in keys)]]
+    for name, lines in runs.items():
+        for m in lines:
+            if not keys.keys().isdisjoint(m):
+                scores.append([name, f"{m['step']:.0f}", *(f"{m[key]:.3f}" if key in m else "-" for key in keys)])
+    return aligned(table) + (f"\n\n{aligned(scores)}" if keys else "")
 
 
 def _median(lines: list[Metrics], key: str) -> float:
@@ -272,18 +267,8 @@ def _median(lines: list[Metrics], key: str) -> float:
     return statistics.median(values) if values else math.nan
 
 
-def evaluations(runs: dict[str, list[Metrics]]) -> list[list[str]]:
-    """A heading, and a row for each evaluation of each run: its step and all of its scores."""
-    keys = dict.fromkeys(key for lines in runs.values() for m in lines for key in m if key.startswith("eval/"))
-    rows = [["evaluation", "step", *(key.removeprefix("eval/").replace("/", " ") for key in keys)]]
-    for name, lines in runs.items():
-        for m in lines:
-            if any(key in m for key in keys):
-                rows.append([name, f"{m['step']:.0f}", *(f"{m[key]:.3f}" if key in m else "-" for key in keys)])
-    return rows
-
-
-def _aligned(rows: list[list[str]]) -> str:
+def aligned(rows: list[list[str]]) -> str:
+    """Rows in columns, the first to the left and the others to the right, below a heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))

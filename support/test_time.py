@@ -33,7 +33,7 @@ from support.args import TtsArgs, fail
 from support.checkpoint import load_head
 from support.distributed import start_process_group
 from support.grader import Grader
-from support.model import load
+from support.model import engine_from, load, load_tokenizer, vocabulary
 from support.pictures import plot_votes
 
 
@@ -56,24 +56,20 @@ class Sampler:
 
     def __init__(self, args: TtsArgs) -> None:
         launch.quiet(args.verbose)
-        tokenizer, stop_token_ids, config = launch.load_tokenizer(args)
+        tokenizer, stop_token_ids, config = load_tokenizer(args)
         hidden_size = config.get_text_config().hidden_size
         try:
             head, self.table, trained_at = load_head(Path(args.head)) if args.head else (None, None, None)
         except ValueError as error:
             fail(f"--head {error}")
         try:
-            benchmark = evaluation.load_benchmark(args.data, "--data")
-            limits = (args.max_prompt, args.instruction, args.thinking)
-            prompts, self.too_long = data.tokenize(benchmark.problems, tokenizer, *limits)
-            if args.trained_on:
-                seen = evaluation.contaminated(benchmark.problems, data.load(args.trained_on)[0])
-                report = f"{benchmark.report}; CONTAMINATED: {len(seen)} of them are in {args.trained_on}"
-                benchmark = dataclasses.replace(benchmark, report=report)
+            self.benchmark = evaluation.load_benchmark(args.data, "--data")
+            training = data.load(args.trained_on)[0] if args.trained_on else []
+            chosen, self.report = evaluation.prepare(self.benchmark, tokenizer, args, training)
         except ValueError as error:
             fail(str(error).replace("--dataset", "--trained-on", 1))
-        if not prompts:
-            fail(f"--max-prompt {args.max_prompt}: no prompt of {benchmark.name} is that short")
+        if not chosen.prompts:
+            fail(f"--max-prompt {args.max_prompt}: no prompt of {chosen.name} is that short")
         if head is not None and (width := head.hidden.in_features) != hidden_size:
             fail(f"--head {args.head}: it reads states of {width} numbers, the model's have {hidden_size}")
         if args.early_stop and trained_at not in (None, args.detect_length):
@@ -81,8 +77,9 @@ class Sampler:
         if not getattr(config, "quantization_config", None):
             # Nothing is kept: vLLM would make up parameters that it does not find.
             load(args.model, "auto")
-        self.args, self.benchmark, self.prompts, self.head = args, benchmark, dict(enumerate(prompts)), head
-        self.tokenizer, self.vocabulary = tokenizer, launch.vocabulary(tokenizer, stop_token_ids, config)
+        self.args, self.prompts, self.too_long = args, dict(enumerate(chosen.prompts)), chosen.too_long
+        self.head, self.tokenizer = head, tokenizer
+        self.vocabulary = vocabulary(tokenizer, stop_token_ids, config)
         self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature, args.top_p)
 
     @contextlib.contextmanager
@@ -90,7 +87,7 @@ class Sampler:
         """With grader and engine, which are taken down at the end."""
         device = start_process_group()
         try:
-            engine = launch.engine_from(self.args, device, self.vocabulary)
+            engine = engine_from(self.args, device, self.vocabulary)
             with Grader(launch.grader_workers()) as self.grader, engine as self.engine:
                 yield self
         finally:
@@ -173,29 +170,10 @@ def accuracies(problems: Sequence[Candidates], size: int, seed: int) -> dict[str
     return dict(found)
 
 
-def signal_quality(problems: Sequence[Candidates]) -> dict[str, dict[str, float | None]]:
-    """How well each signal tells right candidates from wrong ones: AUC, and within problems.
-
-    Candidates without an answer do not count. None where there is no pair to tell apart.
-    """
-    quality = {}
-    for name in problems[0].signals:
-        rows = [
-            (value, rollout.verdict == "right", group)
-            for group, one in enumerate(problems)
-            for value, rollout, c in zip(one.signals[name], one.rollouts, one.classes)
-            if c is not None
-        ]
-        values, right, groups = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
-        found = {"auc": metrics.auc(values, right), "auc_within": metrics.within_group_auc(values, right, groups)}
-        quality[name] = {key: None if math.isnan(value) else value for key, value in found.items()}
-    return quality
-
-
 def main(args: TtsArgs) -> int:
     """Score a model as `args` say; returns the exit status."""
     sampler = Sampler(args)
-    print(sampler.benchmark.report)
+    print(sampler.report)
     try:
         with sampler.running():
             results = run(sampler)
@@ -214,18 +192,22 @@ def run(sampler: Sampler) -> dict:
         low, high = metrics.interval(values, args.seed)
         return {"value": statistics.fmean(values), "low": low, "high": high}
 
+    def save() -> None:
+        (folder / "scores.json").write_text(json.dumps(results, indent=2, ensure_ascii=False), "utf-8")
+
     folder.mkdir(parents=True, exist_ok=True)
     rollouts = sampler.sample(args.n)
     problems = sampler.judge(rollouts)
     write_candidates(folder / "candidates.jsonl", sampler, problems)
     sizes = [*(2**i for i in range((args.n - 1).bit_length())), args.n]
-    curve = {size: accuracies(problems, size, args.seed) for size in sizes}
+    scores = {size: accuracies(problems, size, args.seed) for size in sizes}
     samples = {f"avg@{args.n}": [one.count_right / args.n for one in problems]}
-    samples |= {f"pass@{size}": scores["oracle"] for size, scores in curve.items()}
-    votes, tokens = curve[args.n], sum(len(rollout.token_ids) for rollout in rollouts)
+    samples |= {f"pass@{size}": of_size["oracle"] for size, of_size in scores.items()}
+    votes, tokens = scores[args.n], sum(len(rollout.token_ids) for rollout in rollouts)
+    curve = {rule: [statistics.fmean(scores[size][rule]) for size in sizes] for rule in votes}
     results = {
-        "settings": dataclasses.asdict(args),
-        "set": vars(sampler.benchmark) | {"problems": len(problems)},
+        "settings": vars(args),
+        "set": vars(sampler.benchmark) | {"problems": len(problems), "report": sampler.report},
         "counts": {
             "prompts too long (they count as wrong)": sampler.too_long,
             "candidates": len(rollouts),
@@ -235,20 +217,18 @@ def run(sampler: Sampler) -> dict:
         },
         "samples": {name: score(values) for name, values in samples.items()},
         "votes": {rule: score(values) for rule, values in votes.items()},
-        "signals": signal_quality(problems),
-        "curve": {"sizes": sizes} | {r: [statistics.fmean(curve[k][r]) for k in sizes] for r in votes},
+        "curve": {"sizes": sizes} | curve,
     }
-    (folder / "scores.json").write_text(json.dumps(results, indent=2, ensure_ascii=False), "utf-8")
-    plot_votes(sampler.benchmark.name, results["curve"], folder / "votes.png")
+    save()
+    plot_votes(sampler.benchmark.name, sizes, curve, folder / "votes.png")
     if args.early_stop:
         stopped = sampler.sample(args.n, pruner=KeepBetter(sampler.head, sampler.table, args.keep_ratio, args.seed))
         after = accuracies(sampler.judge(stopped), args.n, args.seed)
         results["early_stop"] = {"tokens saved": 1 - sum(len(r.token_ids) for r in stopped) / tokens}
         for rule in ("majority", "ARRoL"):
-            results["early_stop"][rule] = score(after[rule])
             change = [b - a for a, b in zip(votes[rule], after[rule])]
-            results["early_stop"][f"{rule}, change"] = score(change)
-        (folder / "scores.json").write_text(json.dumps(results, indent=2, ensure_ascii=False), "utf-8")
+            results["early_stop"] |= {rule: score(after[rule]), f"{rule}, change": score(change)}
+        save()
     return results
 
 
@@ -277,8 +257,4 @@ def show(results: dict) -> str:
         lines.append(f"{names.get(name, name):34s} {score['value']:8.3f}   {score['low']:.3f} - {score['high']:.3f}")
     lines += [f"{'stopped early: tokens saved':34s} {saved:8.1%}"] if stopped else []
     lines += ["", ", ".join(f"{count:,} {name}" for name, count in results["counts"].items())]
-    lines += ["", f"{'AUC of right against wrong':34s}      all   within a problem"]
-    for name, quality in results["signals"].items():
-        cells = ["-" if value is None else f"{value:.3f}" for value in quality.values()]
-        lines.append(f"{name:34s} {cells[0]:>8s}{cells[1]:>19s}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from support.data import INSTRUCTION, Problem, _key, load, stop_token_ids, sums, tokenize, unwrap
+from support.data import INSTRUCTION, Problem, load, stop_token_ids, sums, tokenize, unwrap
 from tiny.sums import sums_range
 
 DAPO_HEAD = (
@@ -350,21 +350,6 @@ def test_nothing_stale_is_read_and_nothing_is_written_at_home(
         write(path, [{"problem": "a", "answer": answer}])
         os.utime(path, (1_700_000_000, 1_700_000_000))
         assert pairs(str(tmp_path / form)) == [("a", answer)]
-
-
-def test_equal_rows_are_merged_and_unequal_ones_are_not(tmp_path: Path) -> None:
-    """Arrow merges by a text that it makes of nested cells: nulls, empty lists and borders must not be confused."""
-    asked = [None, [], ["a", "b"], ["ab"], ["a", None], ["a"], ["a", ""]]
-    messages = [None if cell is None else [{"role": "user", "content": c} for c in cell] for cell in asked]
-    rows = [{"prompt": [{"role": "user", "content": "x"}], "reward_model": {"ground_truth": c}} for c in ("1", None)]
-    rows += [{"prompt": cell, "reward_model": {"ground_truth": "1"}} for cell in messages * 2]
-    table = pyarrow.Table.from_pylist(rows).slice(1)
-    for column in (table["prompt"].combine_chunks(), table["reward_model"].combine_chunks()):
-        cells, keys = column.to_pylist(), _key(column).to_pylist()
-        assert len(set(keys)) == len({json.dumps(cell or None) for cell in cells})
-        assert all(
-            (keys[i] == keys[j]) == ((cells[i] or None) == (cells[j] or None)) for i in range(15) for j in range(15)
-        )
 
 
 def test_importing_data_is_light() -> None:

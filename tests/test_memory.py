@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import itertools
 import re
@@ -174,44 +173,37 @@ def test_a_reference_model_is_counted() -> None:
 # What does not fit
 
 
-def with_remedy(remedy: str, args: SimpleNamespace, ranks: int) -> tuple[SimpleNamespace, int]:
-    """`args` and `ranks` as one of a sentence's remedies has them."""
-    changed = copy.copy(args)
-    changed.offload = args.offload or "--offload" in remedy
-    for name, kind in (("token_budget", int), ("gpu_memory_utilization", float)):
-        if found := re.search(rf"--{name.replace('_', '-')} (\S+)", remedy):
-            setattr(changed, name, kind(found[1]))
-    more = re.search(r"(\d+) such GPUs", remedy)
-    return changed, int(more[1]) if more else ranks
-
-
 @pytest.mark.parametrize(
     ("model", "gigabytes", "changes", "phase", "remedies"),
     [
-        ("Qwen3-4B-Base", 96, {}, "generate", ["--gpu-memory-utilization"]),
-        ("Qwen3-1.7B-Base", 80, {"gpu_memory_utilization": 0.08}, "generate needs 0.9 GB of KV", ["--gpu-memory-util"]),
-        ("Qwen3-1.7B-Base", 80, {"token_budget": 1 << 18}, "update", ["--token-budget"]),
-        ("Qwen3-8B-Base", 80, {}, "generate", ["--offload", "4 such GPUs"]),
-        ("Qwen3-8B-Base", 80, {"offload": True, "token_budget": 1 << 18}, "update", ["--token-budget"]),
+        ("Qwen3-4B-Base", 96, {}, "generate", "lower --gpu-memory-utilization, add --offload or take more GPUs"),
+        ("Qwen3-1.7B-Base", 80, {"gpu_memory_utilization": 0.08}, "generate needs 0.9 GB of KV", "raise this"),
+        ("Qwen3-1.7B-Base", 80, {"token_budget": 1 << 18}, "update", "lower --token-budget, add --offload or take"),
+        ("Qwen3-8B-Base", 80, {"offload": True, "token_budget": 1 << 18}, "update", "lower --token-budget or take"),
     ],
 )
-def test_a_misfit_names_the_flags_that_mend_it(
-    model: str, gigabytes: int, changes: dict, phase: str, remedies: list[str]
+def test_a_misfit_names_the_phase_and_the_flags(
+    model: str, gigabytes: int, changes: dict, phase: str, remedies: str
 ) -> None:
-    """And with any of the remedies that it names, the run fits."""
-    counted, args, device_bytes = Shape(bench.MODELS[model]), flags(**changes), gigabytes * GB
-    sentence = first_misfit(counted, args, 1, device_bytes)
+    sentence = first_misfit(Shape(bench.MODELS[model]), flags(**changes), 1, gigabytes * GB)
     assert sentence.startswith(phase) and "\n" not in sentence and len(re.findall(r"[\d.]+ GB", sentence)) >= 2
-    named = sentence.rpartition("; ")[2].split(" or ")
-    assert len(named) == len(remedies)
-    for remedy, expected in zip(named, remedies, strict=True):
-        assert remedy.startswith(expected)
-        assert first_misfit(counted, *with_remedy(remedy, args, 1), device_bytes) is None
+    assert f"; {remedies}" in sentence
 
 
-def test_what_no_flag_mends_says_so() -> None:
-    args = flags(max_length=1 << 20, offload=True)
-    assert "no flags help" in first_misfit(Shape(bench.MODELS["Qwen3-8B-Base"]), args, 1, 80 * GB)
+@pytest.mark.parametrize(
+    ("model", "gigabytes", "wrong", "mended", "ranks"),
+    [
+        ("Qwen3-4B-Base", 96, {}, {"gpu_memory_utilization": 0.4}, 1),
+        ("Qwen3-4B-Base", 96, {}, {"offload": True}, 1),
+        ("Qwen3-1.7B-Base", 80, {"gpu_memory_utilization": 0.08}, {"gpu_memory_utilization": 0.5}, 1),
+        ("Qwen3-1.7B-Base", 80, {"token_budget": 1 << 18}, {"token_budget": 1 << 15}, 1),
+        ("Qwen3-8B-Base", 80, {}, {"offload": True}, 1),
+        ("Qwen3-8B-Base", 80, {}, {}, 4),
+    ],
+)
+def test_those_flags_mend_it(model: str, gigabytes: int, wrong: dict, mended: dict, ranks: int) -> None:
+    assert first_misfit(Shape(bench.MODELS[model]), flags(**wrong), 1, gigabytes * GB)
+    assert first_misfit(Shape(bench.MODELS[model]), flags(**wrong | mended), ranks, gigabytes * GB) is None
 
 
 def test_what_fits_is_let_through() -> None:
