@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Foreign packages must not shadow those in .venv.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo test lint bench gpu-check install clean
+.PHONY: demo test lint bench gpu-check example-trl install clean
 
 demo: install
 	.venv/bin/python arrol.py
@@ -12,7 +12,7 @@ lint: install
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 
-test: install
+test: .venv-trl/stamp
 	.venv/bin/python -m pytest tests
 
 # 84 minutes on 2 idle cores (AMD EPYC), 69 of them training; runs are kept in bench/runs and not repeated. One that fails does not stop the others.
@@ -27,9 +27,23 @@ bench: install
 gpu-check:
 	@$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -m bench.gpu
 
+example-trl: .venv-trl/stamp
+	.venv-trl/bin/python examples/trl_arrol.py
+
+# TRL and what it lacks, on top of the packages of .venv: sampler and trainer need one torch.
+SITE = import sysconfig; print(sysconfig.get_path("purelib"))
+
+.venv-trl/stamp: examples/requirements-trl.txt .venv/stamp
+	.venv/bin/python -m venv --clear --without-pip .venv-trl
+	.venv/bin/python -c '$(SITE)' > "$$(.venv-trl/bin/python -c '$(SITE)')/venv.pth"
+	.venv/bin/python -m pip --python .venv-trl/bin/python install --quiet --no-warn-conflicts -r $<
+	touch $@
+
 install:
 	@$(PYTHON) support/install.py
 
+.venv/stamp: install ;
+
 clean:
-	rm -rf .venv .pytest_cache .hypothesis
+	rm -rf .venv .venv-trl .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

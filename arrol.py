@@ -220,12 +220,12 @@ class Trainer:
         ]
         update = self.learner.update(samples, *self.gap_limits, rows)
         for phase in ("logprob", "update"):
-            self.clock.add(phase, update.pop(f"{phase}_s"))
+            self.clock.seconds[phase] += update.pop(f"{phase}_s")
         with self.clock("head"):
             head = self.pruner.learn(rollouts) if self.pruner else {}
 
         self.step_number, self.prompts_used = step, self.prompts_used + len(prompts)
-        self.clock.add("step", time.perf_counter() - started)
+        self.clock.seconds["step"] += time.perf_counter() - started
         self.seconds += self.clock.seconds["step"]
         metrics = {
             "step": step,

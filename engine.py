@@ -34,7 +34,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import numpy as np
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
@@ -192,8 +191,7 @@ class Engine:
         self._compute_logits = self.runner.model.compute_logits
         self._packed = [] if self.on_gpu else list(self.runner.model.modules())
         self.vocabulary = self.llm.model_config.get_vocab_size() if vocabulary is None else vocabulary
-        # For what is read of one batch while the next one runs.
-        self._stream = torch.cuda.Stream() if self.on_gpu else None
+        self._stream = torch.cuda.Stream(priority=-1) if self.on_gpu else None  # none of those of vLLM
         self._numbers = count()  # of requests; none can be taken for one of an earlier call
         self._live: dict[int, Rollout] = {}  # request -> rollout in flight or waiting
         self._aborted: set[int] = set()  # since the last batch
@@ -227,9 +225,8 @@ class Engine:
         for prompt in prompts.values():
             if len(prompt) >= self.max_model_len:
                 raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in {self.max_model_len}")
-        failure = None
         torch.manual_seed(seed)  # vLLM samples from the global generator
-        rollouts = [Rollout(group, sample) for group in prompts for sample in range(samples)]
+        failure, rollouts = None, [Rollout(group, sample) for group in prompts for sample in range(samples)]
         show = progress and os.environ.get("RANK", "0") == "0"
         bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not show or None)
         self.hook_seconds, self._confidence = 0.0, confidence
@@ -245,7 +242,10 @@ class Engine:
             if confidence and any(len(r.confidences) != len(r.token_ids) for r in rollouts):
                 raise RuntimeError("the hook did not see all tokens")
         except Exception as error:  # whatever vLLM raises
-            failure = error
+            # A batch that failed under way has its own error, and what was launched after it another.
+            queue = self.core.batch_queue or deque()
+            failure = next((f.exception() for f, *_ in reversed(queue) if f.done() and f.exception()), error)
+            queue.clear()
         finally:
             bar.close()
             self.runner.model.compute_logits = self._compute_logits
@@ -286,10 +286,9 @@ class Engine:
         """In place of `model.compute_logits`: note whose rows (rows, H) are sampled, and which tokens."""
         logits = self._compute_logits(hidden)
         logits[:, self.vocabulary :] = -torch.inf
-        start, batch = time.perf_counter(), self.runner.input_batch
-        size = batch.num_reqs
-        if len(hidden) != size:
-            raise RuntimeError(f"vLLM sampled {len(hidden)} rows for {size} requests: the hook cannot tell whose")
+        start, batch, size = time.perf_counter(), self.runner.input_batch, len(hidden)
+        if size != batch.num_reqs:
+            raise RuntimeError(f"vLLM sampled {size} rows for {batch.num_reqs} requests: the hook cannot tell whose")
         # Request 7 is "7-" and 8 random characters here, and "7" in outputs.
         rows = {int(name.split("-")[0]): row for row, name in enumerate(batch.req_ids[:size])}
         # The token of a row that is still in (re)prefill is thrown away.
@@ -355,8 +354,9 @@ class Engine:
     def _abort(self, requests: list[int]) -> None:
         for request in requests:
             del self._live[request]
+            # One by one: the order in which vLLM frees several differs between ranks.
+            self.engine.abort_request([str(request)])
         self._aborted.update(requests)
-        self.engine.abort_request([str(request) for request in requests])  # it ignores unknown ids
         if self.engine.get_num_unfinished_requests() != len(self._live):
             raise RuntimeError("vLLM did not abort a request")
 

@@ -52,8 +52,8 @@ def save(
     """Write `checkpoint-<step>` into `run`, then delete all but the newest `keep`. Returns its folder.
 
     All ranks call it, with one folder for all: each writes its shards of `learner`, rank 0 the rest.
-    weights: full parameters by name, in the dtype to save. head: see `save_head`. state: tensors and
-    primitives. Raises SaveError, on all ranks, if anything fails on one, or a weight is not finite.
+    weights: in the dtype to save. head: see `save_head`. state: tensors and primitives.
+    Raises SaveError, on all ranks, if anything fails on one, or a weight is not finite.
     """
     final, temporary = run / f"{PREFIX}{step}", run / f".writing-{PREFIX}{step}"
     full, shards = {}, {}

@@ -8,12 +8,11 @@ and each trains on its share of them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
@@ -91,20 +90,6 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def broadcast(value: T) -> T:
-    """Rank 0's value, on every rank."""
-    values = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def barrier() -> None:
-    """Wait until every rank is here."""
-    if world_size() > 1:
-        dist.barrier()
-
-
 def gather_rollouts(rollouts: list[Rollout]) -> list[Rollout]:
     """The rollouts of all ranks, on every rank, in the order that one rank would have them.
 
@@ -147,14 +132,3 @@ class SharedDecisions:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.pruner, name)
-
-
-@contextlib.contextmanager
-def node_by_node() -> Iterator[None]:
-    """Run the block on the first rank of each machine, then on the others: they find its downloads."""
-    first = os.environ["LOCAL_RANK"] == "0"
-    if not first:
-        barrier()
-    yield
-    if first:
-        barrier()

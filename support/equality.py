@@ -5,12 +5,12 @@ The grader's workers run this file as a script, so it imports nothing of this re
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
 import re
 import resource
-import select
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -173,11 +173,11 @@ def _apart(first: Basic, second: Basic) -> bool:
     elif isinstance(first, Eq) != isinstance(second, Eq):
         first, second = (value.rhs if isinstance(value, Eq) else value for value in (first, second))
     if all(isinstance(value, (FiniteSet, Interval, MatrixBase, Tuple)) for value in (first, second)):
-        rest = _elements(second)
-        if len(rest) != len(_elements(first)):
+        elements, rest = _elements(first), _elements(second)
+        if len(rest) != len(elements):
             # 2,2,3 may answer 2,3, but not the reverse.
-            return len(rest) < len(_elements(first))
-        for element in _elements(first):
+            return len(rest) < len(elements)
+        for element in elements:
             partner = next((n for n, other in enumerate(rest) if not _apart(element, other)), None)
             if partner is None:
                 return True
@@ -188,9 +188,7 @@ def _apart(first: Basic, second: Basic) -> bool:
     difference = first - second
     if Symbol in (type(first), type(second)) or difference.has(UnevaluatedExpr, ExprWithLimits):
         return False
-    values = {
-        symbol: Rational(int.from_bytes(symbol.name.encode()) % 997 + 1009, 613) for symbol in difference.free_symbols
-    }
+    values = {s: Rational(int.from_bytes(s.name.encode()) % 997 + 1009, 613) for s in difference.free_symbols}
     parts = difference.evalf(15, subs=values, maxn=200).as_real_imag()
     if any(value.is_Float and value._prec > 1 and value != 0 for value in parts):
         return True
@@ -204,16 +202,18 @@ def _elements(value: Basic) -> list[Basic]:
 
     if isinstance(value, MatrixBase):
         return value.flat()
-    return (
-        [value.start, value.end] if isinstance(value, Interval) else list(getattr(value, "_unsorted_args", value.args))
-    )
+    if isinstance(value, Interval):
+        return [value.start, value.end]
+    return list(getattr(value, "_unsorted_args", value.args))
 
 
-def serve(timeout: float, memory_mb: int, parent: int) -> None:
+def serve(timeout: float, memory_mb: int) -> None:
     """A worker's life: it ends with its stdin, with its parent, or by its alarm after the time bound."""
     # Ctrl-C reaches the process group; the parent cleans up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # PR_SET_PDEATHSIG: a forked sibling may hold the pipe open when the parent is gone.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     # What a library prints is no reply.
     replies = os.dup(1)
@@ -223,14 +223,7 @@ def serve(timeout: float, memory_mb: int, parent: int) -> None:
     except (ImportError, MemoryError) as error:
         greeting = f"{type(error).__name__}: {error}".replace("\n", " ")
     os.write(replies, f"{greeting}\n".encode())
-    while True:
-        while not select.select([0], [], [], 1.0)[0]:
-            # A forked sibling may hold the pipe open when the parent is gone.
-            if os.getppid() != parent:
-                return
-        line = sys.stdin.buffer.readline()
-        if not line:
-            return
+    for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, timeout + 2.0)
         try:
             reply = "right" if equivalent(*json.loads(line)) else "wrong"
@@ -241,4 +234,4 @@ def serve(timeout: float, memory_mb: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    serve(float(sys.argv[2]), int(sys.argv[3]))

@@ -13,20 +13,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 import tiny.sums
+from engine import Engine, Rollout, Sampling
 from support import data
+from support.args import SamplingArgs
 from support.data import DataError, Problem, Prompt
 from support.distributed import gather_rollouts, shard
 from support.grader import Grader
 from support.metrics import pass_at_k
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from engine import Engine, Rollout, Sampling
-    from support.args import SamplingArgs
 
 # ------------------------------------------------------------------ benchmarks
 

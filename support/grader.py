@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
 import select
 import signal
@@ -289,8 +288,8 @@ class _Worker:
     """
 
     def __init__(self, timeout: float, memory_mb: int) -> None:
-        script, bounds = Path(__file__).resolve().parent / "equality.py", (timeout, memory_mb, os.getpid())
-        command, pipe = [sys.executable, "-P", script, "--grade-worker", *map(str, bounds)], subprocess.PIPE
+        script, pipe = Path(__file__).resolve().parent / "equality.py", subprocess.PIPE
+        command = [sys.executable, "-P", script, "--grade-worker", str(timeout), str(memory_mb)]
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
         self.jobs = 0
 

@@ -13,10 +13,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from calibration import Settings
@@ -31,9 +31,6 @@ from support.model import engine_from, load_policy, load_tokenizer, refuse_untra
 from support.pictures import plot_reward
 from support.report import load_metrics, summary
 from tiny.sums import sums_range
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # What ends a run for a reason that one sentence can tell.
 STOPS = (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError)
@@ -50,9 +47,6 @@ class Parts:
     stop_token_ids: list[int]
     grader: Grader
     device: torch.device
-
-
-# ------------------------------------------------------------------ data, trainer
 
 
 def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[data.Prompt], list[EvalSet]]:
@@ -150,10 +144,9 @@ def open_parts(args: Args) -> Iterator[Parts]:
     except RuntimeError as error:
         fail(str(error))
     try:
-        with distributed.node_by_node():
-            tokenizer, stop_token_ids, config = load_tokenizer(args)
-            refuse_untrainable(config, args, device)
-            prompts, eval_sets = load_prompts(args, tokenizer)
+        tokenizer, stop_token_ids, config = load_tokenizer(args)
+        refuse_untrainable(config, args, device)
+        prompts, eval_sets = load_prompts(args, tokenizer)
         ids = vocabulary(tokenizer, stop_token_ids, config)
         with Grader(grader_workers()) as grader, engine_from(args, device, ids, args.tp) as engine:
             # Before the trainer's weights go to the GPU.
@@ -162,9 +155,6 @@ def open_parts(args: Args) -> Iterator[Parts]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------ the program
 
 
 def run(args: Args, trainer: type) -> int:
@@ -179,8 +169,8 @@ def run(args: Args, trainer: type) -> int:
             fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
     try:
         with open_parts(args) as parts:
-            # Ranks may differ in the time of day, which names the folder.
-            args.output, resume_from = distributed.broadcast((args.output, resume_from))
+            # Rank 0's: ranks may differ in the time of day, which names the folder.
+            args.output, resume_from = distributed.gather((args.output, resume_from))[0]
             _train(args, parts, trainer, resume_from)
         return 0
     except KeyboardInterrupt:
@@ -202,7 +192,7 @@ def _train(args: Args, parts: Parts, trainer: type, resume_from: Path | None) ->
         temporary = folder / ".args.json"
         temporary.write_text(json.dumps(vars(args) | {"resume": ""}, indent=2, ensure_ascii=False))
         temporary.replace(folder / "args.json")
-    distributed.barrier()
+    dist.barrier()
     runs, method, baseline = {}, args.algo.upper(), folder / "baseline"
     if args.baseline_steps and args.prune != "none" and not resume_from:
         plain = dataclasses.replace(args, prune="none", steps=args.baseline_steps, output=str(baseline))

@@ -35,15 +35,14 @@ def forward_agrees(policy: Policy, name: str) -> None:
     """
     kind, size = type(policy.model).__name__, policy.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(size, policy.vocabulary or size), (PROMPTS * TOKENS,), generator=generator).tolist()
-    rows = [ids[: TOKENS // 2], ids[TOKENS // 2 :]]
-    samples = [Sample(row[:4], row[4:], 0.0, [0.0] * (len(row) - 4)) for row in rows]
-    expected = []
-    for row in rows:
-        logits = policy.model(input_ids=torch.tensor([row]), use_cache=False).logits[0, 3:-1, : policy.vocabulary]
-        expected.append((logits.float() / policy.temperature).log_softmax(-1).gather(1, torch.tensor(row[4:])[:, None]))
+    ids = torch.randint(min(size, policy.vocabulary or size), (2, TOKENS), generator=generator)
+    samples, expected = [], []
+    for row in (ids[0, : TOKENS // 2], ids[1]):
+        samples.append(Sample(row[:4].tolist(), row[4:].tolist(), 0.0, [0.0] * (len(row) - 4)))
+        logits = policy.model(input_ids=row[None], use_cache=False).logits[0, 3:-1, : policy.vocabulary]
+        expected.append((logits.float() / policy.temperature).log_softmax(-1).gather(1, row[4:, None])[:, 0])
     try:
-        gap = (policy(*pad(samples))[0] - torch.cat(expected)[:, 0]).abs().max().item()
+        gap = (policy(*pad(samples))[0] - torch.cat(expected)).abs().max().item()
     except (AttributeError, TypeError) as error:
         fail(f"--model {name}: the trainer cannot run a {kind}: {error}")
     if not gap <= ROUNDING:
@@ -59,8 +58,9 @@ def sampler_follows(trainer: object) -> None:
 
     The next sync gives the sampler the weights back; the policy has them back here, bit for bit.
     """
-    args, engine, policy, parts = trainer.args, trainer.engine, trainer.policy, trainer.parts
-    prompts = {number: prompt.token_ids[:PROMPT_TOKENS] for number, prompt in enumerate(parts.prompts[:PROMPTS])}
+    args, engine, policy, device = trainer.args, trainer.engine, trainer.policy, trainer.parts.device
+    chosen = enumerate(trainer.parts.prompts[:PROMPTS])
+    prompts = {number: prompt.token_ids[:PROMPT_TOKENS] for number, prompt in chosen}
     sampling = Sampling(TOKENS, trainer.sampling.stop_token_ids, args.temperature)
     flip(policy)
     try:
@@ -69,11 +69,10 @@ def sampler_follows(trainer: object) -> None:
             rollouts = engine.generate(prompts, SAMPLES, sampling, seed=args.seed)
         engine.sleep()
         samples = [Sample(prompts[r.group], r.token_ids, 0.0, r.logprobs) for r in rollouts]
-        inputs = tuple(tensor.to(parts.device) for tensor in pad(samples))
-        logprobs = frozen_logprobs(policy, inputs)[0]
+        logprobs = frozen_logprobs(policy, tuple(tensor.to(device) for tensor in pad(samples)))[0]
     finally:
         flip(policy)
-    sampled = torch.tensor([value for s in samples for value in s.sampler_logprobs], device=parts.device)
+    sampled = torch.tensor([value for s in samples for value in s.sampler_logprobs], device=device)
     # NaN would pass under any limit.
     gaps = (logprobs - sampled).abs().nan_to_num(nan=math.inf)
     largest, mean = all_reduce(torch.stack([gaps.max(), gaps.mean()]), dist.ReduceOp.MAX).tolist()

@@ -30,8 +30,7 @@ GROUPS = {
     "prune": "pruning scored pruned keep_ratio positive_scored positive_kept rho_mean rho_variance"
     " zero_variance_before zero_variance_after tokens_saved tokens_late",
     "head": "prior ece scores_rejected",
-    "loss": "loss kl entropy grad_norm clip_low clip_high lr gap_mean gap_p999 gap_max optimizer_steps skipped"
-    " nonfinite",
+    "loss": "loss kl entropy grad_norm clip_low clip_high lr gap_mean gap_max optimizer_steps skipped nonfinite",
 }
 
 
@@ -45,10 +44,7 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.add(phase, time.perf_counter() - start)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] += seconds
+        self.seconds[phase] += time.perf_counter() - start
 
     def read(self) -> Metrics:
         """`time_<phase>` of each phase; starts anew."""
@@ -235,8 +231,6 @@ ROWS = {
     "keep ratio of scored rollouts": ("keep_ratio", ".3f", False),
     "positive ratio before pruning (estimate)": ("positive_scored", ".3f", False),
     "positive ratio after pruning": ("positive_kept", ".3f", False),
-    "zero-variance groups before pruning (estimate)": ("zero_variance_before", ".3f", False),
-    "zero-variance groups after pruning": ("zero_variance_after", ".3f", False),
 }
 
 

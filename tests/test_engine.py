@@ -295,6 +295,23 @@ def test_an_interrupted_generation_leaves_no_trace(engine: Engine) -> None:
     assert [r.token_ids for r in before] == [r.token_ids for r in after]
 
 
+def test_an_error_inside_vllm_is_told_and_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With asynchronous scheduling vLLM launches another batch, which fails otherwise, before it tells."""
+    before, sample, calls = tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)), engine.runner._sample, []
+
+    def fail(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 20:
+            raise MemoryError("no room for the logits")
+        return sample(*arguments)
+
+    monkeypatch.setattr(engine.runner, "_sample", fail)
+    with pytest.raises(EngineError, match="MemoryError: no room for the logits"):
+        engine.generate(PROMPTS, 2, SAMPLING, seed=1)
+    monkeypatch.undo()
+    assert tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)) == before
+
+
 def test_raises_when_the_hook_is_dead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that no longer calls the hook must not train in silence."""
     monkeypatch.setattr(Engine, "_hook", lambda self, hidden: self._compute_logits(hidden))

@@ -511,7 +511,7 @@ def test_dead_groups_move_nothing(minibatches: int, empty: bool) -> None:
     assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
     assert lr == learner.scheduler.get_last_lr()
     # without any row there is no gap, which is not a gap of 0
-    gaps = {"gap_mean", "gap_p999", "gap_max"} if empty else set()
+    gaps = {"gap_mean", "gap_max"} if empty else set()
     assert {name for name, value in metrics.items() if not math.isfinite(value)} == gaps
     assert empty or metrics["gap_max"] > 0
     assert learner.update(make_samples(6), NO_LIMIT)["optimizer_steps"] == minibatches
@@ -645,9 +645,9 @@ def test_samples_of_other_weights_stop_the_run(minibatches: int) -> None:
     samples = sampled_by(learner.policy, make_samples(6))
     assert learner.update(samples, max_gap=1e-4)["gap_max"] < 1e-5
     before, moments = weights(learner), optimizer_state(learner)
-    with pytest.raises(SamplerGapError, match=r"differ .* up to .* on average .* limits are 0\.0001 .*weight sync"):
+    with pytest.raises(SamplerGapError, match=r"differ .* up to .* on average .* by more than 0\.0001.*weight sync"):
         learner.update(samples, max_gap=1e-4)
-    with pytest.raises(SamplerGapError, match=r"limits are 1e\+09 and 0\.0001"):
+    with pytest.raises(SamplerGapError, match=r"on average \(limit 0\.0001\)"):
         learner.update(samples, NO_LIMIT, max_mean_gap=1e-4)
     with pytest.raises(SamplerGapError):  # the mean alone, as in bfloat16
         learner.update(samples, max_gap=100.0, max_mean_gap=1e-4)
@@ -662,7 +662,7 @@ def test_a_sampler_that_was_asked_of_some_is_judged_by_them() -> None:
     some = [s if i % 4 == 0 else dataclasses.replace(s, sampler_logprobs=[]) for i, s in enumerate(samples)]
     learners = [make_learner(Policy(make_model(), 1.0)) for _ in range(2)]
     whole, partial = (learner.update(x, 1e-4) for learner, x in zip(learners, (samples, some)))
-    same = set(whole) - {"gap_mean", "gap_p999", "gap_max", "logprob_s", "update_s"}
+    same = set(whole) - {"gap_mean", "gap_max", "logprob_s", "update_s"}
     assert {name: whole[name] for name in same} == {name: partial[name] for name in same}
     assert 0 <= partial["gap_mean"] <= partial["gap_max"] <= whole["gap_max"] < 1e-5
     some[4] = dataclasses.replace(some[4], sampler_logprobs=[x - 1 for x in some[4].sampler_logprobs])
@@ -690,8 +690,8 @@ def test_one_token_of_thousands_stops_no_run() -> None:
         return [dataclasses.replace(samples[0], sampler_logprobs=first), *samples[1:]]
 
     metrics = learner.update(off(2), max_gap=1.0)
-    assert metrics["gap_max"] == pytest.approx(9.0, abs=1e-3) and metrics["gap_p999"] < 1e-4
-    with pytest.raises(SamplerGapError, match="9 in one of 1,000 tokens"):
+    assert metrics["gap_max"] == pytest.approx(9.0, abs=1e-3)
+    with pytest.raises(SamplerGapError, match="in 3 of 2,000 tokens by more than 1:"):
         learner.update(off(3), max_gap=1.0)
     with pytest.raises(SamplerGapError):
         learner.update(off(2), max_gap=1.0, max_mean_gap=0.001)

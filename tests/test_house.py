@@ -1,7 +1,8 @@
-"""The layout: who may import whom, how long files may be, and five files that work alone.
+"""The layout: who may import whom, and how long files may be.
 
-One concept per file, to be read in an evening or copied into another project. What is held here
-grows back unseen: a cycle hidden in a function, a second name for one thing, a few lines more.
+One concept per file, to be read in an evening or copied into another project (test_examples.py uses
+each of the five alone). What is held here grows back unseen: a cycle hidden in a function, a second
+name for one thing, a few lines more.
 """
 
 from __future__ import annotations
@@ -9,9 +10,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import os
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +17,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from support.args import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = ("quality_head", "calibration", "engine", "grpo", "tts")
@@ -139,10 +135,14 @@ def test_the_six_are_read_in_an_evening() -> None:
     assert sum(sizes.values()) <= 2050 and max(sizes.values()) <= 440, sizes
 
 
-@pytest.mark.parametrize(("folder", "most"), [("support", 3550), ("bench", 2300)])
+@pytest.mark.parametrize(("folder", "most"), [("support", 3310), ("bench", 2300)])
 def test_folders_do_not_grow(folder: str, most: int) -> None:
-    """What in bench/ measures something else than the paper does comes on top."""
-    others = {"engine.py", "gpu.py", "grading.py", "peers.py", "trainer.py"}
+    """What in bench/ measures something else than the paper does comes on top.
+
+    support/ was planned with 2,300. Some 650 came later: equality.py, proof.py, show.py, the refusals
+    of model.py, published shapes of data sets, thinking markers, the names of trackers, failed saves.
+    """
+    others = {"engine.py", "gpu.py", "grading.py", "peers.py", "trainer.py", "trl_speed.py"}
     sizes = {path.name: count_lines(path) for path in (ROOT / folder).glob("*.py") if path.name not in others}
     assert sum(sizes.values()) <= most, sizes
 
@@ -190,86 +190,3 @@ def test_a_class_shares_its_name_with_nothing() -> None:
     outside = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module not in MODULES]
     imported = {alias.asname or alias.name for node in outside for alias in node.names}
     assert [name for name, count in classes.items() if count > 1 or name in imported] == []
-
-
-# --- alone ------------------------------------------------------------------------------------------------------------
-
-USES = {
-    "quality_head": """
-import torch
-from quality_head import HeadTrainer, QualityHead
-
-states = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
-right = states[:, 0] > 0
-trainer = HeadTrainer(QualityHead(16, width=32), lr=1e-2)
-trainer.add(states, right)
-losses = [trainer.train()["loss"] for _ in range(20)]
-assert losses[-1] < losses[0] / 2, losses
-assert ((trainer.head(states) > 0) == right).float().mean() > 0.9
-""",
-    "calibration": """
-import torch
-from calibration import Calibrator, Settings, SystematicDraw
-
-generator = torch.Generator().manual_seed(0)
-scores, groups = torch.rand(512, generator=generator), torch.arange(512) // 16
-calibrator = Calibrator(bins=16)
-calibrator.observe(scores, groups)
-calibrator.label(scores, torch.rand(512, generator=generator) < scores)
-p = calibrator.survival(calibrator.posterior(scores), groups, Settings())
-assert abs(p.mean() - 0.5) < 1e-6
-keep = SystematicDraw(generator)(p, groups)
-assert (keep.double() - p).view(32, 16).sum(1).abs().max() < 1
-""",
-    "grpo": """
-import torch
-from grpo import group_advantages, token_objective
-
-advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([3, 3, 5]))
-assert advantages[0] == -advantages[1] > 0 == advantages[2]
-logits = torch.zeros(3, 4, requires_grad=True)
-logprobs = logits.log_softmax(1)[:, 0]
-loss, clipped_low, clipped_high = token_objective(logprobs, logprobs.detach(), advantages, 0.2, 0.28)
-loss.mean().backward()
-assert not (clipped_low | clipped_high).any()
-assert logits.grad[0, 0] < 0 < logits.grad[1, 0] and not logits.grad[2].any()
-""",
-    "tts": """
-from tts import answer_classes, rank_weights, vote
-
-classes = answer_classes(["1/2", "0.5", "3", None], lambda pairs: [set(pair) == {"1/2", "0.5"} for pair in pairs])
-assert classes == [0, 0, 1, None]
-assert vote(classes, [1.0, 1.0, 1.0, 1.0]) == 0
-assert vote(classes, [*rank_weights([0.1, 0.2, 5.0]), 0.0]) == 1
-""",
-    "engine": f"""
-import torch
-from engine import Decision, Engine, Rollout, Sampling
-
-
-class KeepEven:
-    def decide(self, states: torch.Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
-        assert states.shape == (len(samples), 128) and set(groups) == {{7}}
-        return [Decision(keep=sample % 2 == 0, score=0.5) for sample in samples]
-
-
-engine = Engine({str(TINY)!r}, detect_length=4, max_model_len=64, max_num_seqs=8, dtype=torch.float32, kv_cache_gb=0.25)
-rollouts = engine.generate({{7: [5, 6, 7]}}, 4, Sampling(max_tokens=9, stop_token_ids=()), seed=0, pruner=KeepEven())
-engine.close()
-assert all(isinstance(rollout, Rollout) and rollout.score == 0.5 for rollout in rollouts)
-assert [rollout.finish for rollout in rollouts] == ["length", "pruned"] * 2
-assert [len(rollout.token_ids) for rollout in rollouts] == [9, 4, 9, 4]
-""",
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_works_alone_in_an_empty_folder(name: str, tmp_path: Path) -> None:
-    """Nothing of this repository is to be had there. `grpo` and `engine` take ten seconds."""
-    shutil.copy(ROOT / f"{name}.py", tmp_path)
-    check = "import importlib.util\n\nassert importlib.util.find_spec('support') is None\n"
-    (tmp_path / "use.py").write_text(check + USES[name])
-    environment = {key: os.environ[key] for key in ("PATH", "HOME", "LD_LIBRARY_PATH") if key in os.environ}
-    command = [sys.executable, "use.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
