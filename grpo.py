@@ -145,15 +145,18 @@ class Policy(nn.Module):
 
     def _token_logprobs(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """States (C, H), targets (C,) to (C,), (C,). Backward makes the logits (C, V) again."""
-        logits = self._head(inputs_embeds=states[None]).logits[0].float() / self.temperature
-        if self.vocabulary is not None:
+        logits = self._head(inputs_embeds=states[None]).logits[0].float()
+        # A pass over (C, V), forward and backward, for nothing: no division by 1, no padding of 0 ids.
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        if self.vocabulary is not None and self.vocabulary < logits.shape[-1]:
             logits[:, self.vocabulary :] = -math.inf
         normaliser = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
         with torch.no_grad():
             # Of probability 0 and logit -inf the product is 0. NaN logits make the normaliser NaN.
-            entropy = normaliser - ((logits - normaliser[:, None]).exp() * logits).nan_to_num_(nan=0.0).sum(-1)
-        return logprobs, entropy
+            products = (logits - normaliser[:, None]).exp_().mul_(logits).nan_to_num_(nan=0.0)
+        return logprobs, normaliser.detach() - products.sum(-1)
 
 
 def shard(policy: Policy, device: torch.device, gradient_checkpointing: bool = False, offload: bool = False) -> Policy:

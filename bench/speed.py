@@ -21,7 +21,7 @@ from bench.tables import estimate, markdown, measured_on, new_figure, save
 from support.args import Args, parse
 
 PHASES = ("generate", "logprob", "update", "grade", "head", "sync", "step")
-EMBEDDED = "--prompts 96 --max-num-seqs 768 --kv-cache-gb 1 --cold-start 2"
+EMBEDDED = "--prompts 96 --minibatches 2 --max-num-seqs 768 --kv-cache-gb 1 --cold-start 2"
 # Table 5: Qwen3-1.7B-Base, GH200, L_detect 512.
 PAPER = {"generate": 1.46, "logprob": 1.84, "update": 2.08}
 

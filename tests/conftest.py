@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in arrol.py: before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as arrol.py on a busy machine: before torch is imported
 
 import pytest
 import torch
