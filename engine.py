@@ -189,10 +189,12 @@ class Engine:
         if not isinstance(self.runner, GPUModelRunner):
             raise RuntimeError(f"the hook knows vLLM's V1 model runner, not {type(self.runner)}")
         self._compute_logits = self.runner.model.compute_logits
+        self._alone = tensor_parallel == 1
         self._packed = [] if self.on_gpu else list(self.runner.model.modules())
         self.vocabulary = self.llm.model_config.get_vocab_size() if vocabulary is None else vocabulary
         self._stream = torch.cuda.Stream(priority=-1) if self.on_gpu else None  # none of those of vLLM
         self._numbers = count()  # of requests; none can be taken for one of an earlier call
+        self._names: dict[str, int] = {}  # "7-" and 8 random characters, as the hook sees request 7 -> 7
         self._live: dict[int, Rollout] = {}  # request -> rollout in flight or waiting
         self._aborted: set[int] = set()  # since the last batch
         self._batches: deque[Batch] = deque()  # whose tokens are not handed out yet, oldest first
@@ -229,7 +231,7 @@ class Engine:
         failure, rollouts = None, [Rollout(group, sample) for group in prompts for sample in range(samples)]
         show = progress and os.environ.get("RANK", "0") == "0"
         bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not show or None)
-        self.hook_seconds, self._confidence = 0.0, confidence
+        self.hook_seconds, self._confidence, self._names = 0.0, confidence, {}
         self.runner.model.compute_logits = self._hook
         try:
             for rollout in rollouts:
@@ -280,7 +282,7 @@ class Engine:
         )
         request = next(self._numbers)
         self._live[request] = rollout
-        self.engine.add_request(str(request), {"prompt_token_ids": prompt}, params)
+        self._names[self.engine.add_request(str(request), {"prompt_token_ids": prompt}, params)] = request
 
     def _hook(self, hidden: Tensor) -> Tensor:
         """In place of `model.compute_logits`: note whose rows (rows, H) are sampled, and which tokens."""
@@ -289,8 +291,7 @@ class Engine:
         start, batch, size = time.perf_counter(), self.runner.input_batch, len(hidden)
         if size != batch.num_reqs:
             raise RuntimeError(f"vLLM sampled {size} rows for {batch.num_reqs} requests: the hook cannot tell whose")
-        # Request 7 is "7-" and 8 random characters here, and "7" in outputs.
-        rows = {int(name.split("-")[0]): row for row, name in enumerate(batch.req_ids[:size])}
+        rows = {self._names[name]: row for row, name in enumerate(batch.req_ids[:size])}
         # The token of a row that is still in (re)prefill is thrown away.
         tokens = batch.num_tokens_no_spec[:size] - batch.num_prompt_tokens[:size] + 1
         tokens[self.runner.discard_request_mask.np[:size]] = 0
@@ -324,8 +325,7 @@ class Engine:
         if self._confidence:
             known = self._live | ended
             for request, token, value in zip(batch.rows, batch.tokens, batch.confidences.tolist()):
-                # With asynchronous scheduling some go on for a token after the end.
-                if token and request in known:
+                if token and request in known:  # others went on for a token after the end
                     known[request].confidences.append(value)
         if last_states and ended:
             states = batch.states_of({request: len(r.token_ids) for request, r in ended.items()})
@@ -334,28 +334,28 @@ class Engine:
 
     def _decide(self, batch: Batch, pruner: PruneHook) -> None:
         """Prune what the pruner drops of the rollouts that reached L_detect and go on."""
-        requests, sampled = list(batch.rows), self.engine.output_processor.request_states.values()
+        requests, processor = list(batch.rows), self.engine.output_processor
         arrived = {requests[row] for row in np.flatnonzero(batch.tokens == self.detect_length)}
         if not (reached := sorted(arrived & self._live.keys())):
             return
         rollouts = [self._live[request] for request in reached]
         states = batch.states_of(dict.fromkeys(reached, self.detect_length))
         decisions = pruner.decide(states, [r.group for r in rollouts], [r.sample for r in rollouts])
-        # vLLM returns nothing of an aborted request.
-        sampled = {int(state.external_req_id): state.detokenizer.output_token_ids for state in sampled}
         for request, rollout, state, decision in zip(reached, rollouts, states, decisions, strict=True):
             rollout.detect_state = state
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
             if not decision.keep:
-                rollout.finish, rollout.token_ids = "pruned", list(sampled[request])
+                sampled = processor.request_states[processor.external_req_ids[str(request)][0]].detokenizer
+                rollout.finish, rollout.token_ids = "pruned", list(sampled.output_token_ids)  # vLLM returns none
                 rollout.late = sum(request in later.rows for later in self._batches)
         self._abort([request for request, decision in zip(reached, decisions) if not decision.keep])
 
     def _abort(self, requests: list[int]) -> None:
         for request in requests:
             del self._live[request]
-            # One by one: the order in which vLLM frees several differs between ranks.
-            self.engine.abort_request([str(request)])
+        # On ranks that share an engine one by one: the order in which vLLM frees several may differ.
+        for some in [requests] if self._alone else [[request] for request in requests]:
+            self.engine.abort_request([str(request) for request in some])
         self._aborted.update(requests)
         if self.engine.get_num_unfinished_requests() != len(self._live):
             raise RuntimeError("vLLM did not abort a request")

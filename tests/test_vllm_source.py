@@ -214,7 +214,12 @@ FACTS = [
             "req_state.detokenizer.update(new_token_ids, finish_reason == FinishReason.STOP)",
         ),
     ),
-    Fact("by our name", "v1/engine/output_processor.py", "RequestState.__init__", ("self.external_req_id = external",)),
+    Fact(
+        "by the name that vLLM has for ours",
+        "v1/engine/output_processor.py",
+        "OutputProcessor.add_request",
+        ("self.external_req_ids[req_state.external_req_id].append(request_id)",),
+    ),
     Fact(
         "without detokenizing",
         "v1/engine/detokenizer.py",
