@@ -63,8 +63,6 @@ def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> 
     return problems, report
 
 
-# ------------------------------------------------------------------ one reader of data sets
-
 REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
 
 
@@ -91,16 +89,15 @@ def read(
     for number, place, row in _json(source) if by_hand else _arrow(source, config, split, remedy):
         before, columns = columns, columns_of(row, place)
         text, answer = unwrap(_text(row[columns[0]])), _gold(row[columns[1]], columns[1])
-        fault = _fault(text, answer)
         if strict and before not in (None, columns):
             fault = f"columns {' and '.join(columns)}, where the rows before have {' and '.join(before)}"
             raise DataError(place, fault, "use the same columns in every row")
-        if strict and fault:
-            column = columns[1 if text else 0]
-            shown = json.dumps(row[column], default=str, ensure_ascii=False)[:60]
-            fault = f"a problem {fault}: column {column}, which holds {shown}"
-            raise DataError(place, fault, "mend or delete it")
-        if fault:
+        if fault := _fault(text, answer):
+            if strict:
+                column = columns[1 if text else 0]
+                shown = json.dumps(row[column], default=str, ensure_ascii=False)[:60]
+                fault = f"a problem {fault}: column {column}, which holds {shown}"
+                raise DataError(place, fault, "mend or delete it")
             dropped[fault] += 1
             continue
         key = place if strict else " ".join(text.split())
@@ -134,9 +131,8 @@ def is_file(source: str) -> bool:
 def _json(source: str) -> Iterator[tuple[int, str, dict[str, object]]]:
     """JSON lines, or a list in a .json file: number of each row (of JSON lines, the line's), place, cells.
 
-    By hand: datasets rounds long integers, makes dates of texts that look like one, takes two
-    objects in a line, and names no line where it fails. Lines end at newline bytes alone: U+2028
-    in a string ends none.
+    By hand: datasets rounds long integers, makes dates of texts, takes two objects in a line, and
+    names no line where it fails. Only newline bytes end lines: U+2028 in a string does not.
     """
     with open(source, "rb") as file:
         head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -185,8 +181,6 @@ def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[tuple[
         except Exception as error:
             raise DataError(source, f"datasets cannot read it ({error})", remedy) from error
 
-
-# ------------------------------------------------------------------ what a row says
 
 # The first that a set has is read, in whatever capitals. "0" and "1" are the messages of ORZ.
 TEXTS = "problem question prompt query instruction input messages conversations 0".split()
@@ -272,9 +266,6 @@ def unwrap(text: str) -> str:
     body, found, _ = text.rpartition("\nRemember to put your answer on its own line")
     text = body if found else text
     return (_WISH.sub("", text) if "####" in text or "\\boxed" in text else text).strip()
-
-
-# ------------------------------------------------------------------ prompts
 
 
 @dataclass(frozen=True)

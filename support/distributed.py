@@ -1,9 +1,7 @@
-"""Several processes that train one model: who this one is, and what they tell each other.
+"""Several processes that train one model, one for each GPU, as torchrun starts them.
 
-torchrun starts them, one for each GPU. All ranks take the same steps and call what is here
-together, in the same order. A process that torchrun did not start is the only rank, and nothing is
-sent. With `--tp N`, N successive ranks share one engine: they sample and grade the same rollouts,
-and each trains on its share of them.
+All ranks call what is here together, in the same order; one alone sends nothing. With `--tp N`,
+N successive ranks share an engine: they sample and grade the same rollouts, and each trains on its share.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Evaluation sets in, verdicts on rollouts and scores out.
-
-benchmark = load_benchmark("minerva=minerva.jsonl", "--data")
-grade(rollouts, prompts, tokenizer, grader)
-"""
+"""Evaluation sets in, verdicts on rollouts and scores out."""
 
 from __future__ import annotations
 
@@ -24,8 +20,6 @@ from support.data import DataError, Problem, Prompt
 from support.distributed import gather_rollouts, shard
 from support.grader import Grader
 from support.metrics import pass_at_k
-
-# ------------------------------------------------------------------ benchmarks
 
 # The six sets of the paper (App. A.2): hub id, split, rows, metric.
 KNOWN = {
@@ -59,7 +53,7 @@ def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
     """
     name, _, file = spec.partition("=")
     hub, split, rows, metric = KNOWN.get(name, ("", "train", 0, "avg"))
-    # Not a known set: a file's name may hold "=".
+    # A file's name may hold "=".
     file = file if hub else spec
     known = f"write one of {', '.join(KNOWN)}, a .jsonl, .json or .parquet file, or sums"
     try:
@@ -122,16 +116,14 @@ def contaminated(problems: list[Problem], training: Iterable[Problem]) -> list[P
     DAPO-Math-17k holds 8 of the 40 problems of AMC 2023, 6 of MATH-500, 10 of OlympiadBench; by
     white space alone one sees 5, 4 and 1: copies differ in braces, dollar signs and full stops.
     """
-    seen = {_key(problem.text) for problem in training}
-    return [problem for problem in problems if _key(problem.text) in seen]
 
+    def key(problem: Problem) -> str:
+        """Its letters, digits and operators, without the dashes and stars that begin a list's items."""
+        return re.sub(r"^[ \t]*[-*][ \t]|[^\w+\-*/^=<>]", "", data.unwrap(problem.text).lower(), flags=re.MULTILINE)
 
-def _key(text: str) -> str:
-    """Its letters, digits and operators, without the dashes and stars that begin a list's items."""
-    return re.sub(r"^[ \t]*[-*][ \t]|[^\w+\-*/^=<>]", "", data.unwrap(text).lower(), flags=re.MULTILINE)
+    seen = {key(problem) for problem in training}
+    return [problem for problem in problems if key(problem) in seen]
 
-
-# ------------------------------------------------------------------ verdicts
 
 # What opens and what ends thinking, in the order of the pairs; the grader knows the first.
 OPENINGS = "<think> <thinking> <thought> <seed:think> [THINK] ◁think▷ <|begin_of_thought|> <|START_THINKING|>".split()
@@ -167,8 +159,6 @@ def grade(
     for rollout, verdict in zip(survivors, verdicts, strict=True):
         rollout.verdict, rollout.answer, rollout.reward = verdict.kind, verdict.answer, verdict.reward
 
-
-# ------------------------------------------------------------------ scores during training
 
 PASS_K = 16  # of the paper's metric for the small sets
 

@@ -124,9 +124,6 @@ def interval(
     return float(low), float(high)
 
 
-# ------------------------------------------------------------------ a training step
-
-
 def step_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
     """What the graded rollouts of a step tell: see the glossary in docs/training.md.
 

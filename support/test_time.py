@@ -34,7 +34,7 @@ from support.checkpoint import load_head
 from support.distributed import start_process_group
 from support.grader import Grader
 from support.model import engine_from, load, load_tokenizer, vocabulary
-from support.pictures import plot_votes
+from support.report import aligned, plot_votes
 
 
 @dataclasses.dataclass
@@ -240,8 +240,8 @@ def write_candidates(path: Path, sampler: Sampler, problems: Sequence[Candidates
             for i, rollout in enumerate(one.rollouts):
                 problem = sampler.prompts[rollout.group].problem
                 row = {"problem": problem.id, "gold": problem.answer, "candidate": i, "class": one.classes[i]}
-                row |= {"answer": rollout.answer, "verdict": rollout.verdict}
-                row |= {"tokens": len(rollout.token_ids), "finish": rollout.finish}
+                row |= {name: getattr(rollout, name) for name in ("answer", "verdict", "finish")}
+                row["tokens"] = len(rollout.token_ids)
                 row |= {key: {name: values[i] for name, values in table.items()} for key, table in tables.items()}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -252,9 +252,9 @@ def show(results: dict) -> str:
     saved = stopped.pop("tokens saved", 0.0)
     rows = results["samples"] | results["votes"] | {f"stopped early: {name}": score for name, score in stopped.items()}
     names = {"majority": f"maj@{n}", "oracle": f"oracle (pass@{n})"}
-    lines = [f"{'':34s} accuracy   95% interval over problems"]
-    for name, score in rows.items():
-        lines.append(f"{names.get(name, name):34s} {score['value']:8.3f}   {score['low']:.3f} - {score['high']:.3f}")
-    lines += [f"{'stopped early: tokens saved':34s} {saved:8.1%}"] if stopped else []
-    lines += ["", ", ".join(f"{count:,} {name}" for name, count in results["counts"].items())]
-    return "\n".join(lines)
+    table = [["", "accuracy", "95% interval over problems"]]
+    for name, s in rows.items():
+        table.append([names.get(name, name), f"{s['value']:.3f}", f"{s['low']:.3f} - {s['high']:.3f}"])
+    table += [["stopped early: tokens saved", f"{saved:.1%}", ""]] if stopped else []
+    counts = ", ".join(f"{count:,} {name}" for name, count in results["counts"].items())
+    return f"{aligned(table)}\n\n{counts}"

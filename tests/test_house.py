@@ -139,7 +139,7 @@ def test_the_six_are_read_in_an_evening() -> None:
 def test_folders_do_not_grow(folder: str, most: int) -> None:
     """What in bench/ measures something else than the paper does comes on top.
 
-    support/ was planned with 2,300. Some 650 came later: equality.py, proof.py, show.py, the refusals
+    support/ was planned with 2,300. Some 650 came later: equality.py, show.py, the proofs and refusals
     of model.py, published shapes of data sets, thinking markers, the names of trackers, failed saves.
     """
     others = {"gpu.py", "grading.py", "trl_speed.py"}
