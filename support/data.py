@@ -1,8 +1,4 @@
-"""Data sets in, prompts out.
-
-problems, report = load("BytedTsinghua-SIA/DAPO-Math-17k")
-prompts, too_long = tokenize(problems, tokenizer, max_prompt_tokens=1024)
-"""
+"""Data sets in (`load`), prompts out (`tokenize`)."""
 
 from __future__ import annotations
 
@@ -26,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,6 @@ def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> 
     except ValueError as error:
         raise ValueError(f"--dataset {error}") from error
     return problems, report
-
-
-REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
 
 
 class DataError(ValueError):
@@ -129,11 +123,9 @@ def is_file(source: str) -> bool:
 
 
 def _json(source: str) -> Iterator[tuple[int, str, dict[str, object]]]:
-    """JSON lines, or a list in a .json file: number of each row (of JSON lines, the line's), place, cells.
-
-    By hand: datasets rounds long integers, makes dates of texts, takes two objects in a line, and
-    names no line where it fails. Only newline bytes end lines: U+2028 in a string does not.
-    """
+    """JSON lines, or a list in a .json file: number of each row (of JSON lines, the line's), place, cells."""
+    # By hand: datasets rounds long integers, makes dates of texts, takes two objects in a line, and
+    # names no line where it fails. Only newline bytes end lines: U+2028 in a string does not.
     with open(source, "rb") as file:
         head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()
         listed = head.startswith(b"[") and source.lower().endswith(".json")
@@ -238,8 +230,7 @@ def _gold(cell: object, column: str) -> str:
     return gold_text(cell, "solution" if "box" in cell or (prose and "####" not in cell) else "answer")
 
 
-# Golds that nothing can be checked against: 143,300 rows of NuminaMath-1.5 have one. Names, letters
-# of options, yes and no are answers.
+# Golds that nothing can be checked against: 143,300 rows of NuminaMath-1.5 have one.
 _PLACEHOLDER = re.compile(
     r"(the )?proof\b.{0,40}|proved|proven|q ?e ?d|answer|solution|omitted|missing|unknown|null|none|nan|n ?/? ?a"
     r"|(answer )?not ?(found|available|applicable|provided|given|specified)|no (final )?answer( found| given)?"

@@ -38,9 +38,9 @@ _ANSWER_LINE = re.compile(
 
 
 def _last_box(text: str) -> tuple[str, int]:
-    r"""What the last balanced `\boxed{…}` or `\fbox{…}`, or `\boxed 5`, holds, and where it ends.
+    r"""What the last balanced `\boxed{…}`, `\fbox{…}` or `\boxed 5` holds, and where it ends; ("", 0) if none.
 
-    ("", 0) if there is none. A box in a box is one. Linear time.
+    A box in a box is one. Linear time.
     """
     if (first := text.find("box")) < 0:
         return "", 0
@@ -275,16 +275,13 @@ def _settle(gold: str, answer: str) -> str | None:
 
 
 class _Worker:
-    """The parent's end of one worker process: a line of JSON to its stdin for each pair, a word back.
-
-    A fresh interpreter: a fork would copy an engine and threads, and multiprocessing's spawn would
-    import the parent's main script again.
-    """
+    """One worker process, from its parent: a line of JSON to its stdin for each pair, a word back."""
 
     def __init__(self, timeout: float, memory_mb: int) -> None:
         self.timeout, self.memory_mb, self.process = timeout, memory_mb, None
 
     def start(self) -> None:
+        # A fork would copy an engine and threads; multiprocessing's spawn would import the main script again.
         script, pipe = Path(__file__).resolve().parent / "equality.py", subprocess.PIPE
         command = [sys.executable, "-P", script, "--grade-worker", str(self.timeout), str(self.memory_mb)]
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 VENV = Path(".venv")
@@ -72,7 +71,7 @@ def main() -> None:
     lock = open(__file__, "rb")
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.chdir(Path(__file__).resolve().parent.parent)
-    kind, begun = machine_kind(), time.monotonic()
+    kind = machine_kind()
     sources = [path.read_bytes() for path in (*sorted(Path().glob("requirements*.txt")), Path(__file__))]
     key = f"{kind} {hashlib.sha256(b''.join(sources)).hexdigest()}\n"
     stamp = STAMP.read_text("utf-8") if PYTHON.exists() and STAMP.exists() else ""
@@ -99,7 +98,7 @@ def main() -> None:
     if check.returncode:
         sys.exit(f"install: the packages do not load; `make` will start over. The error:\n{check.stderr[-2000:]}")
     STAMP.write_text(key + check.stdout, "utf-8")
-    print(f"install: done in {time.monotonic() - begun:.0f} s ({check.stdout.splitlines()[-1]})", flush=True)
+    print(f"install: done ({check.stdout.splitlines()[-1]})", flush=True)
 
 
 if __name__ == "__main__":

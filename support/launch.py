@@ -31,9 +31,6 @@ from support.model import engine_from, load_policy, load_tokenizer, refuse_untra
 from support.report import load_metrics, plot_reward, summary
 from tiny.sums import sums_range
 
-# What ends a run for a reason that one sentence can tell.
-STOPS = (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError)
-
 
 @dataclasses.dataclass
 class Parts:
@@ -119,10 +116,7 @@ def grader_workers() -> int:
 def open_parts(args: Args) -> Iterator[Parts]:
     """Data, grader and engine, taken down at the end. Bad input ends the program with one sentence."""
     quiet(args.verbose)
-    try:
-        device = distributed.start_process_group(args.tp)
-    except RuntimeError as error:
-        fail(str(error))
+    device = distributed.start_process_group(args.tp)
     try:
         tokenizer, stop_token_ids, config = load_tokenizer(args)
         refuse_untrainable(config, args, device)
@@ -156,7 +150,7 @@ def run(args: Args, trainer: type) -> int:
     except KeyboardInterrupt:
         print0(f"\nstopped; the step under way was dropped. {where_to_resume(Path(args.output))}", sys.stderr)
         return 130
-    except STOPS as error:
+    except (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError) as error:
         # On all ranks, or on this one alone.
         who = f"arrol.py, rank {rank()}" if rank() else "arrol.py"
         print(f"\n{who}: stopped: {error}\n{where_to_resume(Path(args.output))}", file=sys.stderr)

@@ -39,6 +39,15 @@ if TYPE_CHECKING:
 CORE_SPEED = 281e6 * 16 / 2
 
 
+# What the proof compares: so many prompts, at most so much of each, and responses of so many tokens.
+PROMPTS, PROMPT_TOKENS, SAMPLES, TOKENS = 2, 64, 4, 16
+# Nats: between two orders of the same float32 sums.
+ROUNDING = 1e-3
+# SmolLM2-135M in bfloat16: with each 512th number negated, its log-probs are off by 0.35 nats, and by
+# 0.033 for rounding, as before (0.028). With each eighth, rounding alone would take 0.68.
+FLIPPED = 512
+
+
 def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
     """The model's tokenizer, the ids that end a response, and its config."""
     try:
@@ -83,10 +92,8 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
     for scaling in [rope] if "rope_type" in rope else rope.values():
         original = scaling.get("original_max_position_embeddings") or text.max_position_embeddings
         if scaling["rope_type"] in ("longrope", "dynamic") and args.max_length > original:
-            fail(
-                f"--max-length {args.max_length}: with {scaling['rope_type']} positions beyond {original} the trainer's"
-                f" log-probs depend on the longest row beside them, and the sampler's do not; take at most {original}"
-            )
+            fault = f"its {scaling['rope_type']} positions depend on other rows of a batch beyond {original} tokens"
+            fail(f"--max-length {args.max_length}: {fault}; take at most {original}")
     try:
         with torch.device("meta"):
             policy = Policy(AutoModelForCausalLM.from_config(config), args.temperature)
@@ -176,9 +183,8 @@ def _why_no_engine(error: str, args: SamplingArgs, device: torch.device) -> str:
 def load(name: str, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
     """The model; ends the program unless the checkpoint has its parameters, and no others."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = AutoModelForCausalLM.from_pretrained(name, **options)
         folder, odd = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True)), []
         for path in folder.glob("model*.safetensors"):
             with safe_open(path, "pt") as file:
@@ -221,15 +227,6 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
         yield from revert_weight_conversion(model, {name: full.to(dtype)}).items()
 
 
-# What is compared: so many prompts, at most so much of each, and responses of so many tokens.
-PROMPTS, PROMPT_TOKENS, SAMPLES, TOKENS = 2, 64, 4, 16
-# Nats: between two orders of the same float32 sums.
-ROUNDING = 1e-3
-# SmolLM2-135M in bfloat16: with each 512th number negated, its log-probs are off by 0.35 nats, and by
-# 0.033 for rounding, as before (0.028). With each eighth, rounding alone would take 0.68.
-FLIPPED = 512
-
-
 @torch.no_grad()
 def forward_agrees(policy: Policy, name: str) -> None:
     """End the program if `policy`, before FSDP, is not transformers' own forward of the model `name`.
@@ -249,10 +246,7 @@ def forward_agrees(policy: Policy, name: str) -> None:
     except (AttributeError, TypeError) as error:
         fail(f"--model {name}: the trainer cannot run a {kind}: {error}")
     if not gap <= ROUNDING:
-        fail(
-            f"--model {name}: of a {kind} the trainer's log-probs are not those of transformers' own forward:"
-            f" they differ by up to {gap:.3g} nats"
-        )
+        fail(f"--model {name}: of a {kind} the trainer's log-probs differ from transformers' by up to {gap:.3g} nats")
 
 
 @torch.no_grad()
@@ -262,8 +256,7 @@ def sampler_follows(trainer: object) -> None:
     The next sync gives the sampler the weights back; the policy has them back here, bit for bit.
     """
     args, engine, policy, device = trainer.args, trainer.engine, trainer.policy, trainer.parts.device
-    chosen = enumerate(trainer.parts.prompts[:PROMPTS])
-    prompts = {number: prompt.token_ids[:PROMPT_TOKENS] for number, prompt in chosen}
+    prompts = dict(enumerate(prompt.token_ids[:PROMPT_TOKENS] for prompt in trainer.parts.prompts[:PROMPTS]))
     sampling = Sampling(TOKENS, trainer.sampling.stop_token_ids, args.temperature)
     flip(policy)
     try:
@@ -290,10 +283,8 @@ def sampler_follows(trainer: object) -> None:
 
 @torch.no_grad()
 def flip(policy: Policy) -> None:
-    """Negate each `FLIPPED`-th number of every parameter, in place; twice is not at all.
-
-    All parameters change, and no change in one can undo that in the next: they start apart.
-    """
+    """Negate each `FLIPPED`-th number of every parameter, in place; twice is not at all."""
+    # They start apart: no change in one parameter can undo that in the next.
     for number, parameter in enumerate(policy.parameters()):
         shard: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         step = max(1, min(FLIPPED, shard.numel()))

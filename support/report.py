@@ -37,6 +37,10 @@ GROUPS = {
 }
 
 
+ROLLOUT_FIELDS = "group sample finish tail answer verdict score posterior survival advantage".split()
+COLORS = {"right": "tab:green", "wrong": "tab:red", "no answer": "tab:orange", None: "lightgray"}
+
+
 class Clock:
     """Seconds by phase, added up until they are read."""
 
@@ -132,9 +136,6 @@ class Warnings:
         self.warned = True
         lines = example.tail.strip().splitlines()
         return f"{what}. One of them ends: {lines[-1] if lines else ''!r}"
-
-
-ROLLOUT_FIELDS = "group sample finish tail answer verdict score posterior survival advantage".split()
 
 
 def rollout_rows(step: int, prompts: dict[int, Prompt], rollouts: Iterable[Rollout]) -> list[dict]:
@@ -233,12 +234,11 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
         comparable = compared and len(runs) > 1 and all(value > 0 for value in values)
         ratio = f"{values[0] / values[-1]:.2f}x" if comparable else ""
         table.append([label, *("-" if math.isnan(value) else format(value, form) for value in values), ratio])
-    keys = dict.fromkeys(key for lines in runs.values() for m in lines for key in m if key.startswith("eval/"))
+    evaluated = [(name, m) for name, lines in runs.items() for m in lines if any(key.startswith("eval/") for key in m)]
+    keys = dict.fromkeys(key for _, m in evaluated for key in m if key.startswith("eval/"))
     scores = [["evaluation", "step", *(key.removeprefix("eval/").replace("/", " ") for key in keys)]]
-    for name, lines in runs.items():
-        for m in lines:
-            if not keys.keys().isdisjoint(m):
-                scores.append([name, f"{m['step']:.0f}", *(f"{m[key]:.3f}" if key in m else "-" for key in keys)])
+    for name, m in evaluated:
+        scores.append([name, f"{m['step']:.0f}", *(f"{m[key]:.3f}" if key in m else "-" for key in keys)])
     return aligned(table) + (f"\n\n{aligned(scores)}" if keys else "")
 
 
@@ -256,11 +256,6 @@ def aligned(rows: list[list[str]]) -> str:
         for row in rows
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-# ------------------------------------------------------------------ pictures
-
-COLORS = {"right": "tab:green", "wrong": "tab:red", "no answer": "tab:orange", None: "lightgray"}
 
 
 @contextlib.contextmanager

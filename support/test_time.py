@@ -1,8 +1,6 @@
 """What `tts.py` does: sample n answers to each problem, judge them, let them vote (App. A.2).
 
-Prints avg@n, pass@k, maj@n and a row for each of `tts.RULES`, with 95% intervals over problems.
-Leaves them in `scores.json`, candidates in `candidates.jsonl`, and accuracy against their number in
-`votes.png`. With `--early-stop`, the quality head stops the same candidates at L_detect.
+With `--early-stop`, it samples again, and the quality head stops candidates at L_detect.
 """
 
 from __future__ import annotations
@@ -119,14 +117,11 @@ class Sampler:
         signals = tts.trace_signals(traces, logprobs, window, self.vocabulary)
         if self.head is not None:
             signals["head"] = self.head(torch.stack([r.last_state for r in rollouts])).tolist() if rollouts else []
-        signals = {name: _finite(values) for name, values in signals.items()}
+        for name, values in signals.items():
+            # What overflowed becomes the lowest of the others, or 0: no rule could rank it.
+            least = min(filter(math.isfinite, values), default=0.0)
+            signals[name] = [value if math.isfinite(value) else least for value in values]
         return Candidates(rollouts, classes, signals, right, [r.verdict for r in rollouts].count("right"))
-
-
-def _finite(values: list[float]) -> list[float]:
-    """What overflowed becomes the lowest of the others, or 0: no rule could rank it."""
-    least = min(filter(math.isfinite, values), default=0.0)
-    return [value if math.isfinite(value) else least for value in values]
 
 
 class KeepBetter:
