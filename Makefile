@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Foreign packages must not shadow those in .venv.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo test lint bench gpu-check example-trl install clean
+.PHONY: demo test lint bench gpu-check peers example-trl install clean
 
 demo: install
 	.venv/bin/python arrol.py
@@ -26,6 +26,10 @@ bench: install
 # Ten minutes on one GPU of 80 GB; needs no network and no install: without vLLM, the trainer alone is checked.
 gpu-check:
 	@$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -m bench.gpu
+
+# Beside TRL's GRPOTrainer: 8 minutes on 2 idle cores.
+peers: .venv-trl/stamp
+	.venv/bin/python -m bench.peers
 
 example-trl: .venv-trl/stamp
 	.venv-trl/bin/python examples/trl_arrol.py

@@ -50,7 +50,8 @@ METHODS = {
 # Twice as many rollouts as slots, so that others take the place of pruned ones: on a CPU a step of
 # vLLM takes about as long with half of the rows. 24 runs of 2 to 4 minutes on 2 idle cores.
 EMBEDDED = (
-    "--steps 15 --prompts 32 --minibatches 4 --cold-start 3 --eval-problems 100 --eval-every 5 --max-num-seqs 256"
+    "--steps 15 --prompts 32 --minibatches 4 --lr 5e-5 --cold-start 3 --eval-problems 100 --eval-every 5"
+    " --max-num-seqs 256"
 )
 EVALUATION = "--baseline-steps 0 --eval-n 16"
 RECORD = "run.json"

@@ -159,8 +159,8 @@ def plot_seeds(axes: Axes, name: str, color: str, curves: Sequence[Sequence[tupl
     axes.plot(grid, mean, color=color, linewidth=2.2, label=name, zorder=3)
 
 
-def save(name: str, folder: Path, results: dict, figure: Figure, **tables: str) -> None:
-    """Write `name`.json, .md and .png, and print the Markdown.
+def save(name: str, folder: Path, results: dict, figure: Figure | None = None, **tables: str) -> None:
+    """Write `name`.json, .md and, of a figure, .png, and print the Markdown.
 
     Its text is bench/notes/`name`.md, filled in with numbers of `results` and with the `tables`.
     """
@@ -169,8 +169,9 @@ def save(name: str, folder: Path, results: dict, figure: Figure, **tables: str) 
     plain = json.dumps(results, indent=2, ensure_ascii=False, default=dataclasses.asdict, allow_nan=False)
     (folder / f"{name}.json").write_text(plain + "\n", "utf-8")
     (folder / f"{name}.md").write_text(text, "utf-8")
-    figure.savefig(folder / f"{name}.png", dpi=110)
-    print(f"\n{text}\nresults: {folder / name}.json, .md and .png", flush=True)
+    if figure:
+        figure.savefig(folder / f"{name}.png", dpi=110)
+    print(f"\n{text}\nresults: {folder / name}.json and what lies beside it", flush=True)
 
 
 def publish(

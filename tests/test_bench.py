@@ -9,15 +9,18 @@ import itertools
 import json
 import math
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import accuracy, convergence, keep_ratio, pruning, report, speed
+from bench import accuracy, convergence, keep_ratio, peers, pruning, report, speed, trainer
 from bench.runs import Plan, Run, interpolate, load, read_flags, run_parser, scores, train
 from bench.tables import estimate, estimates, new_figure, publish
+from grpo import Learner, LossConfig, Policy
 from support.args import parse
 
 MACHINE = {"processor": "abacus", "cores": 2, "versions": {"torch": "2"}}
@@ -306,3 +309,38 @@ def test_zero_is_at_least_zero_and_not_above_it() -> None:
     found = {"mean": 0.0, "low": None, "high": None}
     assert report.verdict(found, 0.0, strictly=False) == "met (no interval)"
     assert report.verdict(found, 0.0, strictly=True) == "**not met**"
+
+
+# ------------------------------------------------------------------ beside others
+
+
+def test_peers_are_compared_turn_by_turn() -> None:
+    """Twice as fast by step, and as fast by token, since it samples half; memory and tokens are means."""
+    turn = {
+        "TRL": {"steps": [[8.0, 100], [4.0, 140]], "memory_gb": 1.0},
+        "ARRoL": {"steps": [[3.0, 60]], "memory_gb": 2.0},
+    }
+    slower = {kind: {**one, "steps": [[2 * s, n] for s, n in one["steps"]]} for kind, one in turn.items()}
+    found = peers.compare([turn, slower])
+    assert found["TRL"]["seconds"].values == [6.0, 12.0] and found["TRL"]["tokens"].mean == 120.0
+    assert found["TRL"]["ms per token"].values == [50.0, 100.0] == found["ARRoL"]["ms per token"].values
+    assert found["ARRoL"]["faster by step"].values == [2.0, 2.0] and found["ARRoL"]["faster by token"].mean == 1.0
+    assert found["TRL"]["faster by step"].mean == 1.0 and found["ARRoL"]["memory_gb"].mean == 2.0
+
+
+def test_a_peer_that_cannot_run_ends_the_table() -> None:
+    with pytest.raises(SystemExit, match="TRL: ended with status"):
+        peers.run("TRL", sys.executable, 0, 0)
+
+
+def test_trainer_and_bare_have_the_same_gradient() -> None:
+    """Else they would not be comparable; and tokens per second go by medians."""
+    model = trainer.load("embedded")
+    samples = trainer.make_samples(model.config.vocab_size, 6, 3, 9)
+    trainer.bare(model, samples, budget=64)
+    policy = Policy(trainer.load("embedded"), 1.0)
+    still = dict(lr=0.0, warmup_steps=1, weight_decay=0.0, grad_clip=math.inf)
+    norm = Learner(policy, LossConfig(), **still, token_budget=40).update(samples, math.inf)["grad_norm"]
+    assert torch.stack([p.grad.norm() for p in model.parameters()]).norm().item() == pytest.approx(norm, rel=1e-4)
+    found = trainer.compare(100, [2.0, 4.0, 4.0], [1.0, 2.0, 2.0])
+    assert found["tokens_per_s"] == {"bare": 25.0, "update": 50.0} and found["ratio"].values == [2.0, 2.0, 2.0]
