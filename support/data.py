@@ -19,7 +19,8 @@ import tiny.sums
 from support.grader import canonical, gold_text
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
@@ -269,7 +270,7 @@ class Prompt:
 
 def tokenize(
     problems: list[Problem],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_prompt_tokens: int,
     instruction: str | None = INSTRUCTION,
     enable_thinking: bool = False,
@@ -304,7 +305,7 @@ def tokenize(
     return prompts, len(problems) - len(prompts)
 
 
-def _chat_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, thinking: bool) -> list[list[int]]:
+def _chat_ids(texts: list[str], tokenizer: Tokenizer, thinking: bool) -> list[list[int]]:
     chats = [[{"role": "user", "content": text}] for text in texts]
     # Qwen3 and most others call the switch enable_thinking, DeepSeek and Granite thinking.
     switch = {"enable_thinking": thinking, "thinking": thinking}
@@ -312,7 +313,7 @@ def _chat_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, thinking: bo
 
 
 def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, generation_config: GenerationConfig | None
+    tokenizer: Tokenizer, config: PreTrainedConfig, generation_config: GenerationConfig | None
 ) -> list[int]:
     """Every id that ends a response, sorted: the EOS ids of tokenizer, config and generation config,
     which often differ (Qwen3 base: 151643, 151645), and the token that ends a turn in the template."""

@@ -41,15 +41,14 @@ def start_process_group(tensor_parallel: int = 1) -> torch.device:
     if ranks % tensor_parallel:
         fail(f"--tp {tensor_parallel}: {ranks} ranks are no multiple of it; start a multiple by torchrun")
     if on_gpu := torch.cuda.is_available():
-        # All ranks know it: the first one says it.
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > (gpus := torch.cuda.device_count()):
+        # By the number of ranks: all know it, and the first one says it.
+        if max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
             fail(f"--nproc-per-node: this machine has {gpus} GPUs, and a rank needs its own")
         torch.cuda.set_device(local)
     # No rank waits longer for another, which may have failed: torchrun sees that sooner, others do not.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=30))
-    _tp, _engine_group = tensor_parallel, None
-    if tensor_parallel > 1:
-        _engine_group, _ = dist.new_subgroups(tensor_parallel, backend="gloo")
+    _tp = tensor_parallel
+    _engine_group = dist.new_subgroups(_tp, backend="gloo")[0] if _tp > 1 else None
     return torch.device("cuda", local) if on_gpu else torch.device("cpu")
 
 

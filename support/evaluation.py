@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import tiny.sums
 from engine import Engine, Rollout, Sampling
@@ -101,7 +101,7 @@ class EvalSet:
 
 
 def prepare(
-    benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, args: SamplingArgs, training: list[Problem]
+    benchmark: Benchmark, tokenizer: Tokenizer, args: SamplingArgs, training: list[Problem]
 ) -> tuple[EvalSet, str]:
     """A benchmark's prompts, and its report with what is too long and what is in the `training` set too."""
     prompts, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
@@ -130,9 +130,7 @@ OPENINGS = "<think> <thinking> <thought> <seed:think> [THINK] ◁think▷ <|begi
 ENDINGS = "</think> </thinking> </thought> </seed:think> [/THINK] ◁/think▷ <|end_of_thought|> <|END_THINKING|>".split()
 
 
-def grade(
-    rollouts: list[Rollout], prompts: Mapping[int, Prompt], tokenizer: PreTrainedTokenizerBase, grader: Grader
-) -> None:
+def grade(rollouts: list[Rollout], prompts: Mapping[int, Prompt], tokenizer: Tokenizer, grader: Grader) -> None:
     """Set tail, verdict, answer and reward of each rollout; of a pruned one the tail alone.
 
     prompts: by group. What is thought is no answer, whatever marks it and whoever began it.
@@ -163,7 +161,7 @@ def grade(
 def evaluate(
     engine: Engine,
     sets: list[EvalSet],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     grader: Grader,
     sampling: Sampling,
     n: int,

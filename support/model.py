@@ -1,10 +1,9 @@
 """One model as transformers, vLLM and the trainer have it, and what keeps it from training, in a sentence.
 
 Its checkpoint is read twice, by vLLM and by transformers for the trainer. Either makes up parameters
-that it does not find, and drops those that it does not know. A forward that is not the one that
-`grpo.Policy` computes, or a sync that vLLM takes in part, raises nothing: it shows in the log-probs
-alone. So these must agree before a model is trained, and the sampler's again after a sync of changed
-weights, or it may just have those that it read itself.
+that it does not find, and drops those that it does not know. A forward that differs, or a sync that
+vLLM takes in part, raises nothing and shows in log-probs alone. So all must agree on these before a
+model is trained, the sampler after a sync of changed weights, or it may just have its own.
 """
 
 from __future__ import annotations
@@ -122,10 +121,8 @@ def _misfit_on_cpu(parameters: int, args: Args) -> str | None:
         return f"without a GPU, {needed}, and {free:.1f} GiB are free; take a smaller model, or a GPU"
     tokens = args.prompts * args.group_size * args.max_length
     if (minutes := tokens * parameters / (CORE_SPEED * cores) / 60) > 1:
-        distributed.print0(
-            f"no GPU: {name} and, if all rollouts reach --max-length, {tokens:,} tokens take some"
-            f" {minutes:,.0f} minutes a step on {cores} cores; this is a rough estimate"
-        )
+        work = f"{name} and, if all rollouts reach --max-length, {tokens:,} tokens"
+        distributed.print0(f"no GPU: {work} take some {minutes:,.0f} minutes a step on {cores} cores, roughly")
     return None
 
 
@@ -138,14 +135,12 @@ def _free_memory() -> int:
 
 
 @contextlib.contextmanager
-def engine_from(
-    args: SamplingArgs, device: torch.device, vocabulary: int, tensor_parallel: int = 1
-) -> Iterator[Engine]:
+def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> Iterator[Engine]:
     """The engine that the flags ask for, taken down at the end, before the process group, which it uses."""
     try:
         engine = Engine(
             max_model_len=args.max_length,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=tp,
             number=distributed.engine_number(),
             vocabulary=vocabulary,
             dtype=working_dtype(device),
@@ -274,11 +269,9 @@ def sampler_follows(trainer: object) -> None:
     largest, mean = all_reduce(torch.stack([gaps.max(), gaps.mean()]), dist.ReduceOp.MAX).tolist()
     limits = trainer.gap_limits
     if largest > limits[0] or mean > limits[1]:
-        raise SamplerGapError(
-            f"--model {args.model}: of a {type(policy.model).__name__} the sampler's log-probs are not the trainer's,"
-            f" which are those of transformers' own forward: after a weight sync they differ by up to"
-            f" {largest:.3g} nats, {mean:.3g} on average (the limits are {limits[0]:.3g} and {limits[1]:.3g})"
-        )
+        gap = f"{largest:.3g} nats, {mean:.3g} on average (the limits are {limits[0]:.3g} and {limits[1]:.3g})"
+        fault = "the sampler's log-probs are not the trainer's and transformers' after a weight sync: off by up to"
+        raise SamplerGapError(f"--model {args.model}: of a {type(policy.model).__name__} {fault} {gap}")
 
 
 @torch.no_grad()

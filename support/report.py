@@ -35,8 +35,6 @@ GROUPS = {
     "head": "prior ece scores_rejected",
     "loss": "loss kl entropy grad_norm clip_low clip_high lr gap_mean gap_max optimizer_steps skipped nonfinite",
 }
-
-
 ROLLOUT_FIELDS = "group sample finish tail answer verdict score posterior survival advantage".split()
 COLORS = {"right": "tab:green", "wrong": "tab:red", "no answer": "tab:orange", None: "lightgray"}
 
@@ -251,11 +249,9 @@ def _median(lines: list[Metrics], key: str) -> float:
 def aligned(rows: list[list[str]]) -> str:
     """Rows in columns, the first to the left and the others to the right, below a heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    padded = [[cell.rjust(width) for cell, width in zip(row, widths)] for row in rows]
+    heading, *lines = ("  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded))
+    return "\n".join([heading, "-" * len(heading), *lines])
 
 
 @contextlib.contextmanager

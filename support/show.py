@@ -62,9 +62,9 @@ def table(folder: Path, rows: list[dict], asked: list[str], width: int) -> list[
     room = max(width - len(left[0]) - 2, len(COLUMNS[-1]))
     tails = [COLUMNS[-1], *(one_line(row["tail"])[-room:] for row in shown)]
     first = rows[0]
-    head = [f"{folder}, step {first['step']}, group {first['group']}: {len(shown)} of {len(rows)} rollouts"]
-    head += [one_line(f"gold {first['gold']}, problem {first['prompt']}"), ""]
-    return [line[:width] for line in head] + [f"{cells}  {tail}" for cells, tail in zip(left, tails)]
+    place = f"{folder}, step {first['step']}, group {first['group']}: {len(shown)} of {len(rows)} rollouts"
+    head = [place[:width], one_line(f"gold {first['gold']}, problem {first['prompt']}")[:width], ""]
+    return head + [f"{cells}  {tail}" for cells, tail in zip(left, tails)]
 
 
 def one_line(text: str) -> str:
