@@ -68,13 +68,13 @@ class RunLog(contextlib.AbstractContextManager):
         self.warnings, self.last_group = Warnings(), []
         if self.write:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in (self.folder / "metrics.jsonl", self.folder / "rollouts.jsonl"):
-                kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step else []
+            for file in ("metrics.jsonl", "rollouts.jsonl"):
+                kept = [m for m in load_metrics(self.folder, file) if m["step"] <= resumed_step] if resumed_step else []
                 # Never truncate the only copy.
-                temporary = path.with_name(f".{path.name}")
+                temporary = self.folder / f".{file}"
                 temporary.unlink(missing_ok=True)
                 _append(temporary, kept)
-                temporary.replace(path)
+                temporary.replace(self.folder / file)
         # Now that the folder is there: wandb would write elsewhere without a word.
         self.track, self.close_tracker = _tracker(args.tracker if self.write else "none", self.folder, args)
         options = {"unit": "step", "dynamic_ncols": True, "disable": not self.write}
@@ -194,18 +194,13 @@ def _append(path: Path, rows: list[dict]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _lines(path: Path) -> list[dict]:
-    """The complete lines of a JSONL file; a last one that was cut off by a crash is left out."""
-    if not path.exists():
+def load_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The complete lines of a run's file, if it is there; a last one that was cut off by a crash is left out."""
+    if not (folder / name).exists():
         return []
     # Not splitlines: U+2028 inside a string is no line end.
-    with path.open(encoding="utf-8", newline="\n") as file:
+    with (folder / name).open(encoding="utf-8", newline="\n") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
-
-
-def load_metrics(folder: Path) -> list[Metrics]:
-    """The lines of a run's metrics.jsonl."""
-    return _lines(folder / "metrics.jsonl")
 
 
 # Of the table at the end: row -> metric, format, whether the runs' ratio says something.
