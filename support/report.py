@@ -138,7 +138,6 @@ class Warnings:
 
 def rollout_rows(step: int, prompts: dict[int, Prompt], rollouts: Iterable[Rollout]) -> list[dict]:
     """The lines of rollouts.jsonl."""
-
     rows = []
     for r in rollouts:
         problem = prompts[r.group].problem
