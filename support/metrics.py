@@ -99,10 +99,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     >>> pass_at_k(10, 3, 5)
     0.9166666666666666
     """
-    if not 0 <= c <= n:
-        raise ValueError(f"of {n} samples {c} cannot be right")
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"there is no pass@{k} of {n} samples, {c} of them right")
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
 
 
