@@ -112,13 +112,13 @@ class Pruner:
         q = self.calibrator.posterior(scores)
         p = self._survival(q, torch.tensor(groups)) if self.pruning else torch.ones(len(groups), dtype=torch.float64)
         decisions = []
-        for row, keep in enumerate(self._draw(p, groups, samples)):
-            group, probability = groups[row], p[row].item()
+        rows = zip(groups, self._draw(p, groups, samples), scores.tolist(), q.tolist(), p.tolist(), strict=True)
+        for group, keep, score, posterior, survival in rows:
             if self.remaining[group] <= self.min_survivors:
                 # Forced: it stands for itself alone.
-                keep, probability = True, 1.0
+                keep, survival = True, 1.0
             self.remaining[group] -= not keep
-            decisions.append(Decision(keep, scores[row].item(), q[row].item(), probability))
+            decisions.append(Decision(keep, score, posterior, survival))
         return decisions
 
     def _survival(self, q: Tensor, groups: Tensor) -> Tensor:
@@ -212,8 +212,8 @@ class Trainer:
         groups = self.usable_groups(rollouts)
         survivors = [r for r in rollouts if r.reward is not None and r.group in groups]
         self.set_advantages(survivors, prompts)
-        # Log-probs stay where a rollout was sampled, and there it is trained on.
-        rows = [row for row, r in enumerate(survivors) if r.logprobs]
+        # Token ids stay where a rollout was sampled, and there it is trained on.
+        rows = [row for row, r in enumerate(survivors) if isinstance(r.token_ids, list)]
         samples = [
             Sample(prompts[r.group].token_ids, r.token_ids, r.advantage, r.logprobs)
             for r in (survivors[row] for row in rows)
@@ -292,6 +292,8 @@ class Trainer:
                 seed=random.Random(f"{args.seed}-{step}-{attempt}-{stream}").getrandbits(62),
                 rollout_seeds=args.rollout_seeds,
                 last_states=self.pruner is not None,
+                # One of each group proves the sync; importance weights need all.
+                logprobs=None if args.tis_cap else 1,
                 progress=True,
             )
         with self.clock("grade"):

@@ -6,9 +6,9 @@ the quality head reads (Algorithm 1, line 18). How it departs from `LLM.generate
    to be sampled, outside CUDA graphs: nothing is computed twice.
 2. A rollout is scored on the step that delivers its L_detect-th token, from the state that produced
    that token (position `prompt_len + L_detect - 2`), and aborted before the next step if dropped.
+   With asynchronous scheduling one more batch has been launched by then: it costs a late token.
 3. Token confidence H_t, if asked for, is computed from the logits of the same step.
-4. New weights are loaded in place, and the prefix cache is emptied: it hashes tokens, not weights
-   (vllm#9744).
+4. New weights are loaded in place, and the prefix cache is emptied: it hashes tokens, not weights.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import logging
 import os
 import random
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import count
+from typing import NamedTuple, Protocol
 
 # Read by vLLM when it is imported. In-process: the hook needs the model, and on a CPU it starts 8
 # times faster. The hook knows the row order of the V1 model runner only.
@@ -31,7 +34,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import numpy as np
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
@@ -46,14 +48,15 @@ class Rollout:
     group: int  # key of its prompt in the mapping given to Engine.generate
     sample: int = 0  # its number within the group
     token_ids: Sequence[int] = field(default_factory=list)  # if another rank's: a range as long
-    logprobs: list[float] = field(default_factory=list)  # of token_ids, after temperature; not if pruned
+    logprobs: list[float] = field(default_factory=list)  # of token_ids, after temperature, if asked for; not if pruned
     finish: str = ""  # "stop", "length" or "pruned"
+    late: int = 0  # tokens sampled before the decision to prune it came, and thrown away
     detect_state: Tensor | None = None  # that produced token L_detect, if the rollout went on
     last_state: Tensor | None = None  # that produced the last token, if asked for; not if pruned
     score: float | None = None  # s' in [0, 1], if it was scored
     posterior: float | None = None  # q
     survival: float | None = None  # p
-    confidences: np.ndarray | None = None  # (tokens,) fp64: H_t of each token, if asked for
+    confidences: array = field(default_factory=lambda: array("d"))  # H_t of each token, if asked for
     # The engine leaves these to whoever grades.
     verdict: str | None = None  # "right", "wrong", "no answer", "timeout", "bad gold"; None: pruned
     answer: str | None = None  # extracted from the text
@@ -92,6 +95,22 @@ class Sampling:
     top_p: float = 1.0
 
 
+class Batch(NamedTuple):
+    """What the hook notes of one forward pass."""
+
+    rows: dict[int, int]  # request -> row
+    tokens: np.ndarray  # (rows,) number of the token that is sampled, from 1; 0: still in prefill
+    states: Tensor  # (rows, hidden) that it is sampled from, on the device
+    confidences: Tensor | None  # (rows,) H_t, if asked for
+
+    def states_of(self, wanted: Mapping[int, int]) -> Tensor:
+        """States (N, hidden), fp32 on the CPU. wanted: request -> number of the token."""
+        rows = [self.rows[request] for request in wanted]
+        if self.tokens[rows].tolist() != list(wanted.values()):
+            raise RuntimeError("vLLM handed out other tokens than those of the oldest batch")
+        return self.states[torch.tensor(rows, device=self.states.device)].float().cpu()
+
+
 class EngineError(RuntimeError):
     """Generation failed, on this rank or on another."""
 
@@ -103,8 +122,7 @@ class NothingScored(RuntimeError):
 def token_confidence(logits: Tensor) -> Tensor:
     """H_t = -sum_j log P_t(j) = V (logsumexp - mean of the logits), over the vocabulary (Sec. 3).
 
-    `logits` (N, V), before temperature; returns (N,) fp32. The surer the model, the larger: a peak
-    leaves all other tokens a tiny probability.
+    `logits` (N, V), before temperature; returns (N,) fp32. The surer the model, the larger.
     """
     logits = logits.float()
     return logits.shape[-1] * (logits.logsumexp(-1) - logits.mean(-1))
@@ -120,6 +138,7 @@ class Engine:
     kv_cache_gb: size of the KV cache on a CPU.
     number: which of several engines of a run this is; callers derive seeds from it.
     vocabulary: ids from this one on are never sampled: rows of a padded vocabulary, without a text.
+    async_scheduling: let vLLM prepare a batch while the GPU runs the one before. Never on a CPU.
     """
 
     def __init__(
@@ -136,6 +155,7 @@ class Engine:
         kv_cache_gb: float = 1.0,
         number: int = 0,
         vocabulary: int | None = None,
+        async_scheduling: bool = True,
         verbose: bool = False,
     ) -> None:
         self.detect_length, self.max_model_len, self.number = detect_length, max_model_len, number
@@ -146,7 +166,7 @@ class Engine:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         both = dict(skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs")
-        both |= dict(enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True)
+        both |= dict(enable_prefix_caching=True, async_scheduling=async_scheduling, disable_log_stats=True)
         sizes = dict(max_model_len=max_model_len, max_num_seqs=max_num_seqs, tensor_parallel_size=tensor_parallel)
         gpu = dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_memory_utilization)
         # Chunked prefill rewinds the generator of a rollout, which a CPU's generator cannot do.
@@ -158,30 +178,25 @@ class Engine:
             # Ranks of one torchrun may share this engine; without a process group it is alone.
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             use_tqdm_on_load=verbose,
-            **(sizes | both),
-            **(gpu if self.on_gpu else cpu),
+            **(sizes | both | (gpu if self.on_gpu else cpu)),
         )
         for cls, constructor in constructors.items():
-            if cls.__init__ is not constructor:
-                # A trainer's model is of this class too, and is none of vLLM's to compile.
-                cls.__init__, cls.do_not_compile = constructor, True
+            # A trainer's model is of this class too, and is none of vLLM's to compile.
+            cls.__init__, cls.do_not_compile = constructor, True
         self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         if not isinstance(self.runner, GPUModelRunner):
             raise RuntimeError(f"the hook knows vLLM's V1 model runner, not {type(self.runner)}")
         self._compute_logits = self.runner.model.compute_logits
         self._packed = [] if self.on_gpu else list(self.runner.model.modules())
-        width = self.llm.model_config.get_vocab_size()
-        self.vocabulary = width if vocabulary is None else min(vocabulary, width)
-        self._padded = self.vocabulary < width
-        self._next_request = 0  # never reused: no output can be taken for one of an earlier request
+        self.vocabulary = self.llm.model_config.get_vocab_size() if vocabulary is None else vocabulary
+        self._stream = torch.cuda.Stream(priority=-1) if self.on_gpu else None  # none of those of vLLM
+        self._numbers = count()  # of requests; none can be taken for one of an earlier call
         self._live: dict[int, Rollout] = {}  # request -> rollout in flight or waiting
-        self._aborted: set[int] = set()  # since the last step
-        # Noted by the hook. Of this step: (request, token number) -> row, and the states (rows, H).
-        self._step: tuple[dict[tuple[int, int], int], Tensor] | None = None
-        # Of all steps: (request, token number) of each row, and H_t (rows,).
-        self._confidences: list[tuple[np.ndarray, Tensor]] | None = None
-        self.hook_seconds = self.step_seconds = 0.0  # of the last generate: hook + pruner, and all
+        self._aborted: set[int] = set()  # since the last batch
+        self._batches: deque[Batch] = deque()  # whose tokens are not handed out yet, oldest first
+        self.hook_seconds = 0.0  # of the last generate, in the hook and the pruner
 
     def generate(
         self,
@@ -194,6 +209,7 @@ class Engine:
         pruner: PruneHook | None = None,
         last_states: bool = False,
         confidence: bool = False,
+        logprobs: int | None = None,
         progress: bool = False,
     ) -> list[Rollout]:
         """Sample rollouts; returns all, pruned ones cut at L_detect, by prompt and then by sample.
@@ -203,53 +219,51 @@ class Engine:
         rollout_seeds: each rollout has its own generator, so that its tokens do not depend on what
             is sampled beside it, up to rounding. A tenth slower on a CPU.
         last_states, confidence: whether to fill these fields of the rollouts.
+        logprobs: how many rollouts of a group get log-probs; None: all. One can prove a sync.
         Raises ValueError for a prompt that leaves no room, EngineError, NothingScored.
         """
         for prompt in prompts.values():
             if len(prompt) >= self.max_model_len:
                 raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in {self.max_model_len}")
-        start, failure, first = time.perf_counter(), None, self._next_request
         torch.manual_seed(seed)  # vLLM samples from the global generator
-        rollouts = [Rollout(group, sample) for group in prompts for sample in range(samples)]
+        failure, rollouts = None, [Rollout(group, sample) for group in prompts for sample in range(samples)]
         show = progress and os.environ.get("RANK", "0") == "0"
         bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not show or None)
-        self.hook_seconds, self._confidences = 0.0, [] if confidence else None
-        if self._padded or pruner is not None or last_states or confidence:
-            self.runner.model.compute_logits = self._hook
+        self.hook_seconds, self._confidence = 0.0, confidence
+        self.runner.model.compute_logits = self._hook
         try:
             for rollout in rollouts:
-                self._add(rollout, prompts[rollout.group], sampling, seed if rollout_seeds else None)
-            while self.engine.has_unfinished_requests():
-                self._step = None
-                ended = self._collect(self.engine.step())
-                if self._step is not None:
-                    self._score(ended if last_states else {}, pruner)
+                wanted = logprobs is None or rollout.sample < logprobs
+                self._add(rollout, prompts[rollout.group], sampling, seed if rollout_seeds else None, wanted)
+            # A batch may still run when vLLM learns that all rollouts have ended.
+            while self.engine.has_unfinished_requests() or self.core.batch_queue:
+                self._step(pruner, last_states)
                 bar.update(len(rollouts) - len(self._live) - bar.n)
-            if confidence:
-                self._set_confidences(rollouts, first)
+            if confidence and any(len(r.confidences) != len(r.token_ids) for r in rollouts):
+                raise RuntimeError("the hook did not see all tokens")
         except Exception as error:  # whatever vLLM raises
-            failure = error
+            # A batch that failed under way has its own error, and what was launched after it another.
+            queue = self.core.batch_queue or deque()
+            failure = next((f.exception() for f, *_ in reversed(queue) if f.done() and f.exception()), error)
+            queue.clear()
         finally:
             bar.close()
             self.runner.model.compute_logits = self._compute_logits
-            self._step = self._confidences = None
+            self._batches.clear()
             with contextlib.suppress(Exception if failure else ()):  # a broken engine cannot be spoken to
                 self._abort(list(self._live))
-        self.step_seconds = time.perf_counter() - start
         _stop_together(failure)
         unseen = [r for r in rollouts if r.detect_state is None and len(r.token_ids) > self.detect_length]
         if pruner is not None and unseen:
             raise NothingScored(f"{len(unseen)} rollouts passed L_detect unseen: use a vLLM that the README names")
         return rollouts
 
-    def _add(self, rollout: Rollout, prompt: list[int], sampling: Sampling, seed: int | None) -> None:
-        """Queue a rollout. Request n is "n" in outputs, and "n-" + 8 random characters inside vLLM."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def _add(self, rollout: Rollout, prompt: list[int], sampling: Sampling, seed: int | None, logprobs: bool) -> None:
+        """Queue a rollout."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         neutral = dict(n=1, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
-        # Log-probs of the sampled token alone.
-        outputs = dict(logprobs=0, flat_logprobs=True, detokenize=False, min_tokens=0, ignore_eos=True)
+        outputs = dict(flat_logprobs=True, detokenize=False, min_tokens=0, ignore_eos=True)
         if seed is not None:
             seed = random.Random(f"{seed}-{rollout.group}-{rollout.sample}").getrandbits(62)
         params = SamplingParams(
@@ -260,103 +274,96 @@ class Engine:
             stop_token_ids=list(sampling.stop_token_ids),
             # Thousands of partial outputs a step would cost more than the hook does.
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **neutral,
-            **outputs,
+            # Of the sampled token alone.
+            logprobs=0 if logprobs else None,
+            **(neutral | outputs),
         )
-        request, self._next_request = self._next_request, self._next_request + 1
+        request = next(self._numbers)
         self._live[request] = rollout
-        internal = self.engine.add_request(str(request), {"prompt_token_ids": prompt}, params)
-        if not internal.startswith(f"{request}-"):
-            raise RuntimeError(f"vLLM calls request {request} {internal}: the hook cannot tell its rows")
+        self.engine.add_request(str(request), {"prompt_token_ids": prompt}, params)
 
     def _hook(self, hidden: Tensor) -> Tensor:
         """In place of `model.compute_logits`: note whose rows (rows, H) are sampled, and which tokens."""
         logits = self._compute_logits(hidden)
         logits[:, self.vocabulary :] = -torch.inf
-        start, batch = time.perf_counter(), self.runner.input_batch
-        count = batch.num_reqs
-        if len(hidden) != count:
-            raise RuntimeError(f"vLLM sampled {len(hidden)} rows for {count} requests: the hook cannot tell whose")
-        # Numbers from 1. The token of a row that is still in (re)prefill is thrown away: 0.
-        tokens = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count] + 1
-        tokens = np.where(self.runner.discard_request_mask.np[:count], 0, tokens).tolist()
-        # Copied now: vLLM may reorder its batch before `step` returns.
-        requests = [int(name.split("-")[0]) for name in batch.req_ids[:count]]
-        if not self._aborted.isdisjoint(requests):
+        start, batch, size = time.perf_counter(), self.runner.input_batch, len(hidden)
+        if size != batch.num_reqs:
+            raise RuntimeError(f"vLLM sampled {size} rows for {batch.num_reqs} requests: the hook cannot tell whose")
+        # Request 7 is "7-" and 8 random characters here, and "7" in outputs.
+        rows = {int(name.split("-")[0]): row for row, name in enumerate(batch.req_ids[:size])}
+        # The token of a row that is still in (re)prefill is thrown away.
+        tokens = batch.num_tokens_no_spec[:size] - batch.num_prompt_tokens[:size] + 1
+        tokens[self.runner.discard_request_mask.np[:size]] = 0
+        if not self._aborted.isdisjoint(rows):
             raise RuntimeError("vLLM went on with a rollout that was aborted")
         self._aborted.clear()
-        rows = {key: row for row, key in enumerate(zip(requests, tokens))}
-        self._step = (rows, hidden)
-        if self._confidences is not None:
-            self._confidences.append((np.array(list(rows)), token_confidence(logits[:, : self.vocabulary])))
+        confidences = token_confidence(logits[:, : self.vocabulary]) if self._confidence else None
+        self._batches.append(Batch(rows, tokens, hidden, confidences))
         self.hook_seconds += time.perf_counter() - start
         return logits
 
-    def _collect(self, outputs: list) -> dict[int, Rollout]:
-        """Complete the rollouts that ended in this step; returns them by request."""
-        ended = {}
-        for output in outputs:
-            request, completion = int(output.request_id), output.outputs[0]
-            rollout = ended[request] = self._live.pop(request)
+    def _step(self, pruner: PruneHook | None, last_states: bool) -> None:
+        """Let vLLM launch a batch; complete or prune rollouts by the one whose tokens it hands out."""
+        outputs, start = self.engine.step(), time.perf_counter()
+        ended = {int(output.request_id): self._live.pop(int(output.request_id)) for output in outputs}
+        for rollout, completion in zip(ended.values(), [output.outputs[0] for output in outputs]):
             rollout.token_ids, rollout.finish = list(completion.token_ids), completion.finish_reason
-            if completion.logprobs.token_ids != rollout.token_ids:
-                raise RuntimeError("vLLM returned the log-probs of other tokens than the sampled ones")
-            rollout.logprobs = list(completion.logprobs.logprobs)
-        return ended
-
-    def _score(self, ended: Mapping[int, Rollout], pruner: PruneHook | None) -> None:
-        """Set the last states of `ended`; let the pruner decide on those that reached L_detect."""
-        start = time.perf_counter()
-        rows, hidden = self._step
-        reached = [request for request, token in rows if token == self.detect_length and request in self._live]
-        reached = sorted(reached) if pruner is not None else []
-        wanted = [(request, len(rollout.token_ids)) for request, rollout in ended.items()]
-        wanted += [(request, self.detect_length) for request in reached]
-        if wanted:
-            states = hidden[torch.tensor([rows[key] for key in wanted], device=hidden.device)].float().cpu()
-            for rollout, state in zip(ended.values(), states):
-                rollout.last_state = state
-            if reached:
-                self._decide(reached, states[len(ended) :], pruner)
+            rollout.logprobs = list(completion.logprobs.logprobs) if completion.logprobs else []
+        running = sum(output.total_num_scheduled_tokens > 0 for _, output, _ in self.core.batch_queue or ())
+        if len(self._batches) > running:
+            batch = self._batches.popleft()
+            # On a stream of its own: it need not wait for the batch that runs.
+            with torch.cuda.stream(self._stream):
+                self._read(batch, ended, last_states)
+                if pruner is not None:
+                    self._decide(batch, pruner)
         self.hook_seconds += time.perf_counter() - start
 
-    def _decide(self, reached: list[int], states: Tensor, pruner: PruneHook) -> None:
-        """Prune what the pruner drops; `reached` are requests, `states` (N, H) what to decide on."""
+    def _read(self, batch: Batch, ended: Mapping[int, Rollout], last_states: bool) -> None:
+        """Note H_t of all rollouts, and the last states of those that ended."""
+        if self._confidence:
+            known = self._live | ended
+            for request, token, value in zip(batch.rows, batch.tokens, batch.confidences.tolist()):
+                # With asynchronous scheduling some go on for a token after the end.
+                if token and request in known:
+                    known[request].confidences.append(value)
+        if last_states and ended:
+            states = batch.states_of({request: len(r.token_ids) for request, r in ended.items()})
+            for rollout, state in zip(ended.values(), states):
+                rollout.last_state = state
+
+    def _decide(self, batch: Batch, pruner: PruneHook) -> None:
+        """Prune what the pruner drops of the rollouts that reached L_detect and go on."""
+        requests, sampled = list(batch.rows), self.engine.output_processor.request_states.values()
+        arrived = {requests[row] for row in np.flatnonzero(batch.tokens == self.detect_length)}
+        if not (reached := sorted(arrived & self._live.keys())):
+            return
         rollouts = [self._live[request] for request in reached]
+        states = batch.states_of(dict.fromkeys(reached, self.detect_length))
         decisions = pruner.decide(states, [r.group for r in rollouts], [r.sample for r in rollouts])
-        for rollout, state, decision in zip(rollouts, states, decisions, strict=True):
+        # vLLM returns nothing of an aborted request.
+        sampled = {int(state.external_req_id): state.detokenizer.output_token_ids for state in sampled}
+        for request, rollout, state, decision in zip(reached, rollouts, states, decisions, strict=True):
             rollout.detect_state = state
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
-        dropped = [request for request, decision in zip(reached, decisions) if not decision.keep]
-        # From the model runner: vLLM returns nothing of an aborted request.
-        sampled = {int(name.split("-")[0]): state.output_token_ids for name, state in self.runner.requests.items()}
-        for request in dropped:
-            self._live[request].finish, self._live[request].token_ids = "pruned", list(sampled[request])
-        self._abort(dropped)
+            if not decision.keep:
+                rollout.finish, rollout.token_ids = "pruned", list(sampled[request])
+                rollout.late = sum(request in later.rows for later in self._batches)
+        self._abort([request for request, decision in zip(reached, decisions) if not decision.keep])
 
     def _abort(self, requests: list[int]) -> None:
         for request in requests:
             del self._live[request]
+            # One by one: the order in which vLLM frees several differs between ranks.
+            self.engine.abort_request([str(request)])
         self._aborted.update(requests)
-        self.engine.abort_request([str(request) for request in requests])  # it ignores unknown ids
         if self.engine.get_num_unfinished_requests() != len(self._live):
             raise RuntimeError("vLLM did not abort a request")
-
-    def _set_confidences(self, rollouts: list[Rollout], first: int) -> None:
-        """Sort by rollout what was noted by step. `first` is the request of the first rollout."""
-        table = np.zeros((len(rollouts), self.max_model_len + 1), np.float32)  # column: token number
-        for keys, values in self._confidences:
-            table[keys[:, 0] - first, keys[:, 1]] = values.cpu()
-        for row, rollout in zip(table, rollouts):
-            rollout.confidences = row[1 : len(rollout.token_ids) + 1].astype(np.float64)
-            if not rollout.confidences.all():  # H_t is at least V log V
-                raise RuntimeError("the hook did not see all tokens")
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights, named as in the Hugging Face checkpoint, and forget the old ones.
 
-        Raises EngineError where tensors are missing, unknown or of another shape, which vLLM does
-        not. Compare the log-probs of the next rollouts with the trainer's all the same.
+        Raises EngineError where tensors are missing, unknown or of another shape: vLLM does not.
         """
         wrong = dict(self._shapes)
 
@@ -367,22 +374,19 @@ class Engine:
                 else:
                     wrong[name] = tensor.shape
 
+        # On a CPU weights are packed; vLLM packs neither experts anew nor an lm_head that is tied.
         for module in self._packed:
             if hasattr(method := getattr(module, "quant_method", None), "moe_kernel"):
-                method.moe_kernel = None  # experts are packed when it is made, and not again
+                method.moe_kernel = None
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": right()})
-        self._refresh_packed_head()
+        for module in self._packed:
+            if type(module).__name__ == "ParallelLMHead":
+                module.quant_method.process_weights_after_loading(module)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache: requests are still running")
         if wrong:
             some = ", ".join(sorted(wrong)[:3])
             raise EngineError(f"a weight sync had {len(wrong)} tensors too few, too many or of another shape: {some}")
-
-    def _refresh_packed_head(self) -> None:
-        """On a CPU lm_head is packed at load time; a tied one's pack is not renewed by vLLM."""
-        for module in self._packed:
-            if type(module).__name__ == "ParallelLMHead":
-                module.quant_method.process_weights_after_loading(module)
 
     def sleep(self) -> None:
         """Give the GPU's memory to the trainer. Level 1: level 2 loses buffers (vllm#16564)."""
@@ -401,7 +405,7 @@ class Engine:
     def close(self) -> None:
         """Take the engine down; before the process group, which it uses."""
         core = self.engine.engine_core
-        del self.runner, self.engine, self.llm, self._compute_logits, self._packed
+        del self.core, self.runner, self.engine, self.llm, self._compute_logits, self._packed
         core.shutdown()
         gc.collect()
 
@@ -411,8 +415,7 @@ def _describe(model: str) -> tuple[dict[str, torch.Size], dict[type, Callable]]:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     tensors = revert_weight_conversion(empty, {name: p.detach() for name, p in empty.named_parameters()})
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return shapes, {cls: cls.__init__ for cls in map(type, empty.modules())}
+    return {k: tensor.shape for k, tensor in tensors.items()}, {cls: cls.__init__ for cls in map(type, empty.modules())}
 
 
 def _stop_together(failure: Exception | None) -> None:
@@ -427,10 +430,7 @@ def _stop_together(failure: Exception | None) -> None:
 
 
 def _prepare_environment(on_gpu: bool, verbose: bool) -> None:
-    """Set what vLLM reads when it is imported. Raises ValueError where `sleep` would free nothing."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if on_gpu and "expandable_segments:True" in os.environ.get(name, ""):
-            raise ValueError(f"{name}=expandable_segments:True keeps a sleeping engine from freeing memory: unset it")
+    """Set what vLLM reads when it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # until it reads the variable
     if not on_gpu:

@@ -45,7 +45,8 @@ class SamplerGapError(RuntimeError):
 
 @dataclass
 class Sample:
-    """One survivor; `sampler_logprobs` of its response ids are the sampler's, after temperature."""
+    """One survivor. `sampler_logprobs` of its response ids are the sampler's, after temperature; [] if
+    it was not asked."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -53,8 +54,8 @@ class Sample:
     sampler_logprobs: list[float]
 
     def __post_init__(self) -> None:
-        if not (self.prompt_ids and 0 < len(self.response_ids) == len(self.sampler_logprobs)):
-            raise ValueError("a sample needs prompt ids, response ids, and a log-prob for each response id")
+        if not (self.prompt_ids and self.response_ids and len(self.sampler_logprobs) in (0, len(self.response_ids))):
+            raise ValueError("a sample needs prompt ids, response ids, and a log-prob for each response id or for none")
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -231,8 +232,9 @@ def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) 
 @dataclass
 class MicroBatch:
     """Rows that pass through the model together. All but `inputs` are by response token, (R,).
-    `weights` are shares in the loss, 0 in the dummy row of a rank that has no rows left. `sampled`
-    are log-probs and entropies by the policy that sampled, from the first pass."""
+    `weights` are shares in the loss, 0 in the dummy row of a rank that has no rows left;
+    `sampler_logprobs` are inf where the sampler was not asked. `sampled` are log-probs and entropies
+    by the policy that sampled, from the first pass."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
     advantages: Tensor
@@ -289,12 +291,15 @@ class Learner:
     ) -> dict[str, float]:
         """Learn from this rank's share of a batch. Sample i is for optimizer step `rows[i]` mod
         `minibatches`, `rows` being the numbers in the batch of all ranks (default: i). Raises
-        NonFiniteGradients; and SamplerGapError, before any step, if the sampler's log-probs are off
-        by over `max_gap` nats, or `max_mean_gap` on average.
+        NonFiniteGradients; and SamplerGapError, before any step, if the sampler's log-probs, where
+        they are known, are off by over `max_gap` nats in more than a thousandth of the tokens, or
+        by over `max_mean_gap` on average.
 
         Returns metrics of all ranks: entropy and gap are of the policy that sampled, the others of
         the steps taken, not those `skipped` without gradient or `nonfinite` in loss or gradient.
         """
+        if self.config.tis_cap is not None and not all(s.sampler_logprobs for s in samples):
+            raise ValueError("truncated importance sampling needs the sampler's log-probs of all samples")
         started, lr, gap = time.perf_counter(), self.scheduler.get_last_lr()[0], None
         plan, has_gradient = self._plan(samples, rows)
         batches = list(chain(*plan))
@@ -350,7 +355,8 @@ class Learner:
         sizes = torch.tensor([len(s.response_ids) for s in samples])
         weights = (torch.full((len(samples),), share) / (1 if dapo else sizes)).repeat_interleave(sizes)
         advantages = torch.tensor([s.advantage for s in samples], dtype=torch.float32).repeat_interleave(sizes)
-        sampler_logprobs = torch.tensor([value for s in samples for value in s.sampler_logprobs], dtype=torch.float32)
+        known = [s.sampler_logprobs or [math.inf] * len(s.response_ids) for s in samples]
+        sampler_logprobs = torch.tensor(list(chain(*known)), dtype=torch.float32)
         inputs = tuple(tensor.to(self.device) for tensor in pad(samples))
         return MicroBatch(inputs, *(t.to(self.device) for t in (advantages, sampler_logprobs, weights)))
 
@@ -396,17 +402,21 @@ class Learner:
         """Entropy and gap of the policy that sampled, over all ranks; raises SamplerGapError."""
         # Where the trainer's own logits are not finite its loss tells, and not the gap.
         known = [(b.weights > 0) & b.sampled[1].isfinite() for b in batches]
-        gaps = [(b.sampled[0] - b.sampler_logprobs).abs().double().where(k, 0.0) for b, k in zip(batches, known)]
-        sums = sum(token_sums(k, b.sampled[1], gap) for b, k, gap in zip(batches, known, gaps))
-        tokens, entropy, gap = all_reduce(sums).tolist()
-        gap_max = all_reduce(torch.cat(gaps).max(), dist.ReduceOp.MAX).item()
-        # Without tokens there is no gap, which is not a gap of 0.
-        gap_mean, gap_max = (gap / tokens, gap_max) if tokens else (math.nan, math.nan)
+        compared = [k & (b.sampler_logprobs != math.inf) for k, b in zip(known, batches)]
+        gaps = torch.cat([(b.sampled[0] - b.sampler_logprobs)[c].abs().double() for b, c in zip(batches, compared)])
         # NaN is within no limit.
-        if tokens and not (gap_max <= max_gap and gap_mean <= max_mean_gap):
+        beyond = (~(gaps <= max_gap)).sum().double()
+        sums = sum(token_sums(k, b.sampled[1]) for k, b in zip(known, batches))
+        sums = torch.stack([*sums, gaps.new_tensor(len(gaps)), gaps.sum(), beyond])
+        tokens, entropy, count, gap, beyond = all_reduce(sums).tolist()
+        gap_max = all_reduce(gaps.max() if len(gaps) else gaps.sum(), dist.ReduceOp.MAX).item()
+        # Without tokens there is no gap, which is not a gap of 0.
+        gap_mean, gap_max = (gap / count, gap_max) if count else (math.nan, math.nan)
+        if count and not (beyond <= count / 1000 and gap_mean <= max_mean_gap):
             raise SamplerGapError(
-                f"log-probs of sampler and trainer differ by up to {gap_max:.4g} nats, {gap_mean:.4g} on average (the"
-                f" limits are {max_gap:.4g} and {max_mean_gap:.4g}): the last weight sync failed, or precision differs"
+                f"log-probs of sampler and trainer differ by up to {gap_max:.4g} nats, {gap_mean:.4g} on average (limit"
+                f" {max_mean_gap:.4g}), in {beyond:,.0f} of {count:,.0f} tokens by more than {max_gap:.4g}: the last"
+                " weight sync failed, or precision differs"
             )
         return {"entropy": entropy / max(1.0, tokens), "gap_mean": gap_mean, "gap_max": gap_max}
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import inspect
 import json
 import math
 import multiprocessing
@@ -227,7 +226,7 @@ def engine_rows(lab: Lab, eager: bool = False, **options: bool) -> Iterator[tupl
             trainer.pruner.settings = dataclasses.replace(trainer.pruner.settings, keep_ratio=keep_ratio)
             metrics, *_ = trainer.step()
             chosen = {key: value for key, value in metrics.items() if key.startswith(("time_", "gap_", "keep_"))}
-            yield f"step, {name}", chosen | {"hook, share": engine.hook_seconds / engine.step_seconds}
+            yield f"step, {name}", chosen | {"hook, share": engine.hook_seconds / metrics["time_generate"]}
         # Another model, of the same shape.
         flip(trainer.policy)
         engine.wake(trainer.weights())
@@ -264,10 +263,12 @@ ROWS: dict[str, dict[str, tuple[int, Callable]]] = {
         "head": (15, head),
         "resume": (25, resume),
     },
-    "engine": {"default": (220, engine_rows), "no CUDA graphs": (70, functools.partial(engine_rows, eager=True))},
+    "engine": {
+        "default": (220, engine_rows),
+        "no CUDA graphs": (70, functools.partial(engine_rows, eager=True)),
+        "synchronous": (70, functools.partial(engine_rows, async_scheduling=False)),
+    },
 }
-if "async_scheduling" in inspect.signature(Engine).parameters:
-    ROWS["engine"]["synchronous"] = (70, functools.partial(engine_rows, async_scheduling=False))
 
 
 def measure(suite: str, row: str, lab: Lab, file: Path) -> None:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -99,7 +100,8 @@ def draw_sample(sampler: Sampler, rollouts: list[Rollout]) -> tuple[Sample, dict
     def until(length: int, values: list[Sequence[float]]) -> Tensor:
         return torch.tensor([float(sum(v[:length])) for v in values], dtype=torch.float64)
 
-    traces, logprobs = [rollouts[i].confidences for i in judged], [rollouts[i].logprobs for i in judged]
+    traces = [np.asarray(rollouts[i].confidences) for i in judged]
+    logprobs = [rollouts[i].logprobs for i in judged]
     states = torch.stack([picked[i] for i in judged]).float().unbind(1)
     sample = Sample(
         states=dict(zip([*positions, "last"], states, strict=True)),

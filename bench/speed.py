@@ -47,7 +47,7 @@ def measure(args: Args, pairs: int) -> tuple[Args, list[dict], list[dict]]:
             plain.prompts_used = pruned.prompts_used
             for kind in (0, 1) if pair % 2 == 0 else (1, 0):
                 metrics, *_ = (plain, pruned)[kind].step()
-                lines[kind].append(metrics | {"hook": engine.hook_seconds, "generation": engine.step_seconds})
+                lines[kind].append(metrics | {"hook": engine.hook_seconds})
                 print(f"pair {pair + 1}/{pairs} {('GRPO', 'ARRoL')[kind]:5s} {metrics['time_step']:.3f} s", flush=True)
     return args, *lines
 
@@ -118,7 +118,7 @@ def main() -> None:
         "seconds_of_runs": time.monotonic() - begun,
         "pairs": own.pairs,
         "phases": phases,
-        "hook_share": statistics.median(line["hook"] / line["generation"] for line in pruned),
+        "hook_share": statistics.median(line["hook"] / line["time_generate"] for line in pruned),
         "keep_ratio": statistics.median(line["keep_ratio"] for line in pruned),
         "gap_max": max(line["gap_max"] for line in plain + pruned),
         "paper": PAPER,

@@ -102,7 +102,7 @@ def arguments(steps: int, seed: int) -> dict[str, object]:
     rollouts = dict(num_generations=GROUP, max_completion_length=MAX_TOKENS, max_steps=steps, seed=seed)
     rate = dict(learning_rate=1e-4, lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False)
     files = dict(output_dir="runs/trl", save_strategy="no", report_to="none", logging_steps=COLD_START)
-    data = {"train_dataset": sums(steps * PROMPTS, seed), "eval_dataset": sums(16, 0, "test")}
+    data = {"train_dataset": sums(steps * PROMPTS, seed, terms=(6, 8)), "eval_dataset": sums(32, 0, "test", (6, 8))}
     for name, found in data.items():
         data[name] = Dataset.from_dict({"prompt": [f"{text}\n" for text in found], "answer": list(found.values())})
     return {"model": MODEL, "args": GRPOConfig(**batch, **rollouts, **rate, **files), **data}

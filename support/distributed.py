@@ -94,7 +94,7 @@ def gather_rollouts(rollouts: list[Rollout]) -> list[Rollout]:
     """The rollouts of all ranks, on every rank, in the order that one rank would have them.
 
     Of those that other engines sampled, token ids become a range of the same length, and log-probs
-    are empty. Ranks that share an engine keep the log-probs of their share of the survivors.
+    are empty. Ranks that share an engine keep the token ids of their share of the survivors.
     """
     if world_size() == 1:
         return rollouts
@@ -103,7 +103,7 @@ def gather_rollouts(rollouts: list[Rollout]) -> list[Rollout]:
     stubs = [_stub(r) for r in (rollouts if rank() % _tp == 0 else [])]
     for number, r in enumerate(r for r in rollouts if r.reward is not None):
         if number % _tp != rank() % _tp:
-            r.logprobs = []
+            r.token_ids, r.logprobs = range(len(r.token_ids)), []
     merged = sorted(itertools.chain.from_iterable(gather(stubs)), key=lambda r: (r.group, r.sample))
     return [own.get((r.group, r.sample), r) for r in merged]
 

@@ -196,7 +196,7 @@ def evaluate(
         ids = {group: prompt.token_ids for group, prompt in local.items()}
         # Engines with one seed would all draw the same numbers.
         own = seed if rollout_seeds else seed + engine.number
-        rollouts = engine.generate(ids, count, how, seed=own, rollout_seeds=rollout_seeds, progress=True)
+        rollouts = engine.generate(ids, count, how, seed=own, rollout_seeds=rollout_seeds, logprobs=0, progress=True)
         grade(rollouts, local, tokenizer, grader)
         correct = Counter(r.group for r in gather_rollouts(rollouts) if r.verdict == "right")
         return [correct[group] for group in prompts]

@@ -22,7 +22,7 @@ from support.args import Args
 CHUNK_TOKENS: int = inspect.signature(Policy).parameters["chunk_tokens"].default
 # CUDA context, cuBLAS and NCCL workspaces; captured CUDA graphs, which stay while vLLM sleeps (vllm#45623).
 CONTEXT = GRAPHS = 1_000_000_000
-USABLE = 0.95  # of the device; the rest is left to fragmentation, which expandable segments cannot mend beside sleep
+USABLE = 0.95  # of the device; the rest is left to fragmentation
 BATCHED_TOKENS = 16_384  # vLLM's largest prefill step by default on 80 GB GPUs
 
 

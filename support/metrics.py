@@ -184,6 +184,7 @@ def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
         "zero_variance_after": _ratio(len(alike), len(groups)),
         "tokens_generated": sum(len(r.token_ids) for r in rollouts),
         "tokens_saved": beyond * len(pruned) if pruned else 0.0,
+        "tokens_late": sum(r.late for r in rollouts),
         "tokens_kept": sum(len(r.token_ids) for r in rollouts if r.finish != "pruned"),
         "length_mean": _ratio(sum(len(r.token_ids) for r in judged), len(judged)),
         "truncated": _ratio(sum(r.finish == "length" for r in judged), len(judged)),

@@ -65,7 +65,7 @@ def working_dtype(device: torch.device) -> torch.dtype:
 
 
 def gap_limits(args: Args, device: torch.device) -> tuple[float, float]:
-    """Largest |log-prob of sampler - of trainer|, in nats: of one token, and on average over a batch."""
+    """Largest |log-prob of sampler - of trainer|, in nats: of all tokens but one in 1,000, and on average."""
     exact = working_dtype(device) == torch.float32
     mean = args.max_gap if args.max_gap is not None else (0.001 if exact else 0.1)
     return (10 if exact else 50) * mean, mean

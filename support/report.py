@@ -28,7 +28,7 @@ from support.pictures import plot_rollouts
 GROUPS = {
     "time": "wall_clock memory_gb epoch",
     "prune": "pruning scored pruned keep_ratio positive_scored positive_kept rho_mean rho_variance"
-    " zero_variance_before zero_variance_after tokens_saved",
+    " zero_variance_before zero_variance_after tokens_saved tokens_late",
     "head": "prior ece scores_rejected",
     "loss": "loss kl entropy grad_norm clip_low clip_high lr gap_mean gap_max optimizer_steps skipped nonfinite",
 }

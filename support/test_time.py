@@ -113,7 +113,7 @@ class Sampler:
         classes = tts.answer_classes(answers, self.grader.equivalent)
         spelling = {c: tts.representative(answers, classes, c) for c in set(classes) - {None}}
         right = {c for c, answer in spelling.items() if verdicts[answer] == "right"}
-        traces, logprobs = [r.confidences for r in rollouts], [r.logprobs for r in rollouts]
+        traces, logprobs = [np.asarray(r.confidences) for r in rollouts], [r.logprobs for r in rollouts]
         # DeepConf's 2,048 tokens, fewer where responses are shorter.
         window = 2048 if self.args.max_length >= 8192 else max(1, self.args.max_length // 32)
         signals = tts.trace_signals(traces, logprobs, window, self.vocabulary)

@@ -6,12 +6,12 @@ Codes such as vllm#9744 name the fault that a test guards.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,10 +46,16 @@ class Keep:
         return decisions
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+@pytest.fixture(scope="module", params=["tied", "tied, asynchronous", "untied"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which model, and whether vLLM schedules a batch while the one before runs, as it does on a GPU."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """The embedded model, which ties lm_head to the embedding, and a random one that does not."""
-    if request.param == "tied":
+    if kind != "untied":
         return TINY, AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     folder = tmp_path_factory.mktemp("untied")
     config = Qwen3Config.from_pretrained(TINY, tie_word_embeddings=False)
@@ -65,8 +71,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def engine(model: tuple[Path, PreTrainedModel], make_engine: Callable[..., Engine]) -> Engine:
-    return make_engine(model[0])
+def engine(kind: str, model: tuple[Path, PreTrainedModel], make_engine: Callable[..., Engine]) -> Engine:
+    return make_engine(model[0], asynchronous="asynchronous" in kind)
 
 
 @pytest.fixture
@@ -140,9 +146,8 @@ def test_confidence_is_that_of_transformers_logits(engine: Engine, model: tuple[
     for rollout in rollouts:
         start = len(PROMPTS[rollout.group])
         expected = -forward(model[1], rollout)[1][start - 1 : -1].double().log_softmax(-1).sum(-1)
-        assert rollout.confidences.shape == (len(rollout.token_ids),)
-        torch.testing.assert_close(torch.from_numpy(rollout.confidences), expected, atol=2e-3, rtol=1e-5)
-    assert all(r.confidences is None for r in engine.generate(PROMPTS, 1, GREEDY, seed=1))
+        torch.testing.assert_close(torch.tensor(rollout.confidences).double(), expected, atol=2e-3, rtol=1e-5)
+    assert not any(r.confidences for r in engine.generate(PROMPTS, 1, GREEDY, seed=1))
 
 
 def test_confidence_does_not_change_what_is_sampled(engine: Engine) -> None:
@@ -151,18 +156,28 @@ def test_confidence_does_not_change_what_is_sampled(engine: Engine) -> None:
     )
 
 
-def test_confidences_are_sorted_by_request_and_token_number() -> None:
-    """A row may yield no token (0: a part of a prompt) or one beyond the end, which nobody keeps."""
-    engine = object.__new__(Engine)
-    engine.max_model_len = 10
-    rollouts = [Rollout(0, token_ids=[5, 6]), Rollout(1, token_ids=[7])]
-    steps = [([(41, 0)], [9.0]), ([(41, 1), (40, 1)], [1.0, 2.0]), ([(40, 2), (41, 2)], [3.0, 8.0])]
-    engine._confidences = [(np.array(keys), torch.tensor(values)) for keys, values in steps]
-    engine._set_confidences(rollouts, first=40)
-    assert [r.confidences.tolist() for r in rollouts] == [[2.0, 3.0], [1.0]]
-    engine._confidences.pop()
-    with pytest.raises(RuntimeError, match="did not see all tokens"):
-        engine._set_confidences(rollouts, first=40)
+def test_confidences_that_are_missing_are_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Engine._read
+    monkeypatch.setattr(Engine, "_read", lambda self, batch, *rest: max(batch.tokens) == 7 or read(self, batch, *rest))
+    with pytest.raises(EngineError, match="did not see all tokens"):
+        engine.generate(PROMPTS, 2, SAMPLING, seed=1, confidence=True)
+
+
+def test_a_batch_is_not_read_as_another_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With asynchronous scheduling two batches are under way: their states must not be mixed up."""
+    hook = Engine._hook
+    monkeypatch.setattr(Engine, "_hook", lambda self, hidden: (hook(self, hidden), self._batches.reverse())[0])
+    noticed = pytest.raises(EngineError, match="other tokens than those of the oldest batch")
+    with noticed if engine.core.batch_queue is not None else contextlib.nullcontext():
+        engine.generate(PROMPTS, 2, SAMPLING, seed=1, pruner=Keep(), last_states=True)
+
+
+def test_logprobs_of_some_rollouts(engine: Engine) -> None:
+    """The first of each group; the others' tokens are the same as with all log-probs."""
+    some, all_of_them = (engine.generate(PROMPTS, 4, SAMPLING, seed=1, logprobs=n) for n in (1, None))
+    assert tokens(some) == tokens(all_of_them)
+    assert [r.logprobs for r in some] == [r.logprobs if r.sample == 0 else [] for r in all_of_them]
+    assert not any(r.logprobs for r in engine.generate(PROMPTS, 2, SAMPLING, seed=1, logprobs=0))
 
 
 def test_rollout_seeds_free_a_rollout_from_its_neighbours(engine: Engine) -> None:
@@ -217,7 +232,9 @@ def test_scored_at_l_detect_and_freed_on_the_next_step(engine: Engine) -> None:
     finally:
         engine._compute_logits = inner
     assert sorted(len(r.token_ids) for r in rollouts) == [DETECT] * 8 + [64] * 8
-    assert rows[-64:] == [16] * DETECT + [8] * (64 - DETECT)
+    late = engine.core.batch_queue is not None
+    assert rows[-64:] == [16] * (DETECT + late) + [8] * (64 - DETECT - late)
+    assert sum(r.late for r in rollouts) == 8 * late
     assert engine.engine.get_num_unfinished_requests() == 0 and not engine._live
 
 
@@ -278,6 +295,23 @@ def test_an_interrupted_generation_leaves_no_trace(engine: Engine) -> None:
     assert [r.token_ids for r in before] == [r.token_ids for r in after]
 
 
+def test_an_error_inside_vllm_is_told_and_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With asynchronous scheduling vLLM launches another batch, which fails otherwise, before it tells."""
+    before, sample, calls = tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)), engine.runner._sample, []
+
+    def fail(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 20:
+            raise MemoryError("no room for the logits")
+        return sample(*arguments)
+
+    monkeypatch.setattr(engine.runner, "_sample", fail)
+    with pytest.raises(EngineError, match="MemoryError: no room for the logits"):
+        engine.generate(PROMPTS, 2, SAMPLING, seed=1)
+    monkeypatch.undo()
+    assert tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)) == before
+
+
 def test_raises_when_the_hook_is_dead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that no longer calls the hook must not train in silence."""
     monkeypatch.setattr(Engine, "_hook", lambda self, hidden: self._compute_logits(hidden))
@@ -312,7 +346,7 @@ def test_a_stale_packed_head_shows_in_the_gap(
 ) -> None:
     """The fault that the gap exists for: without the refresh a tied model samples from a mixture of
     old and new weights."""
-    monkeypatch.setattr(Engine, "_refresh_packed_head", lambda self: None)
+    monkeypatch.setattr(engine, "_packed", [])
     engine.sync(change(weights, 0.02).items())
     measured = gap(weights, engine.generate(PROMPTS, 4, SAMPLING, seed=1))
     assert measured > 0.05 if weights.config.tie_word_embeddings else measured < 1e-4
@@ -329,10 +363,10 @@ def test_generation_config_of_the_model_is_ignored(make_engine: Callable[..., En
     assert gap(model, make_engine(tmp_path).generate(PROMPTS, 2, SAMPLING, seed=1)) < 1e-4
 
 
-@pytest.fixture(scope="module")
-def small_cache(make_engine: Callable[..., Engine]) -> Engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["", "asynchronous"])
+def small_cache(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Engine:
     """Rollouts of several cache blocks (128 tokens each on a CPU), of which there are 16."""
-    return make_engine(max_model_len=384, kv_cache_gb=0.004)
+    return make_engine(asynchronous=request.param, max_model_len=384, kv_cache_gb=0.004)
 
 
 @pytest.mark.parametrize("emptied", [True, False])
@@ -370,7 +404,7 @@ def test_preempted_rollouts_are_seen_once_per_token(small_cache: Engine, monkeyp
         hidden, logits = forward(model, rollout)
         start = len(PROMPTS[rollout.group])
         expected = -logits[start - 1 : -1].double().log_softmax(-1).sum(-1)
-        torch.testing.assert_close(torch.from_numpy(rollout.confidences), expected, atol=2e-3, rtol=1e-5)
+        torch.testing.assert_close(torch.tensor(rollout.confidences).double(), expected, atol=2e-3, rtol=1e-5)
         torch.testing.assert_close(rollout.detect_state, hidden[start + DETECT - 2], atol=1e-4, rtol=0)
         if rollout.finish == "length":
             torch.testing.assert_close(rollout.last_state, hidden[-2], atol=1e-4, rtol=0)
@@ -380,3 +414,22 @@ def test_token_confidence_by_hand() -> None:
     """Four equal tokens give 4 log 4; a peak leaves the others a tiny probability and gives more (Sec. 3)."""
     found = token_confidence(torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]]))
     torch.testing.assert_close(found, torch.tensor([4 * math.log(4), 27.0015]), atol=1e-4, rtol=0)
+
+
+def test_asynchronous_scheduling_changes_nothing(make_engine: Callable[..., Engine]) -> None:
+    """With a generator for each rollout: tokens, states, H_t and decisions are the same bit for bit,
+    and what is dropped has cost one token more."""
+    pruner, found = Keep(lambda number: number % 3 > 0), []
+    for asynchronous in (False, True):
+        engine = make_engine(asynchronous=asynchronous, max_num_seqs=16)
+        arguments = dict(rollout_seeds=True, last_states=True, confidence=True)
+        found.append(engine.generate(PROMPTS, 6, SAMPLING, seed=3, pruner=pruner, **arguments))
+        pruner.shown.clear()
+    for synchronous, r in zip(*found, strict=True):
+        assert r.late == (r.finish == "pruned") and synchronous.late == 0
+        assert (r.token_ids, r.logprobs, r.finish) == (synchronous.token_ids, synchronous.logprobs, synchronous.finish)
+        assert r.confidences == synchronous.confidences
+        for name in ("detect_state", "last_state"):
+            state, expected = getattr(r, name), getattr(synchronous, name)
+            assert (state is None and expected is None) or torch.equal(state, expected)
+    assert {r.finish for r in found[0]} >= {"stop", "pruned"}

@@ -6,6 +6,7 @@ went wrong there.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import sys
@@ -644,15 +645,56 @@ def test_samples_of_other_weights_stop_the_run(minibatches: int) -> None:
     samples = sampled_by(learner.policy, make_samples(6))
     assert learner.update(samples, max_gap=1e-4)["gap_max"] < 1e-5
     before, moments = weights(learner), optimizer_state(learner)
-    with pytest.raises(SamplerGapError, match=r"differ .* up to .* on average .* limits are 0\.0001 .*weight sync"):
+    with pytest.raises(SamplerGapError, match=r"differ .* up to .* on average .* by more than 0\.0001.*weight sync"):
         learner.update(samples, max_gap=1e-4)
-    with pytest.raises(SamplerGapError, match=r"limits are 1e\+09 and 0\.0001"):
+    with pytest.raises(SamplerGapError, match=r"on average \(limit 0\.0001\)"):
         learner.update(samples, NO_LIMIT, max_mean_gap=1e-4)
     with pytest.raises(SamplerGapError):  # the mean alone, as in bfloat16
         learner.update(samples, max_gap=100.0, max_mean_gap=1e-4)
     assert same(before, weights(learner)) and same(moments, optimizer_state(learner))
     assert all(p.grad is None for p in learner.policy.parameters())
     assert learner.update(sampled_by(learner.policy, samples), 1e-4, 1e-5)["optimizer_steps"] == minibatches
+
+
+def test_a_sampler_that_was_asked_of_some_is_judged_by_them() -> None:
+    """Nothing but the gap is other than with all of its log-probs; a sync is proven by one of a group."""
+    samples = sampled_by(Policy(make_model(), 1.0), make_samples(8))
+    some = [s if i % 4 == 0 else dataclasses.replace(s, sampler_logprobs=[]) for i, s in enumerate(samples)]
+    learners = [make_learner(Policy(make_model(), 1.0)) for _ in range(2)]
+    whole, partial = (learner.update(x, 1e-4) for learner, x in zip(learners, (samples, some)))
+    same = set(whole) - {"gap_mean", "gap_max", "logprob_s", "update_s"}
+    assert {name: whole[name] for name in same} == {name: partial[name] for name in same}
+    assert 0 <= partial["gap_mean"] <= partial["gap_max"] <= whole["gap_max"] < 1e-5
+    some[4] = dataclasses.replace(some[4], sampler_logprobs=[x - 1 for x in some[4].sampler_logprobs])
+    with pytest.raises(SamplerGapError):
+        learners[0].update(some, 1e-4)
+    nobody = [dataclasses.replace(s, sampler_logprobs=[]) for s in samples]
+    assert math.isnan(learners[0].update(nobody, 1e-4)["gap_mean"])
+
+
+def test_importance_weights_need_all_logprobs() -> None:
+    samples = make_samples(2)
+    samples[1] = dataclasses.replace(samples[1], sampler_logprobs=[])
+    learner = make_learner(Policy(make_model(), 1.0), LossConfig(tis_cap=2.0))
+    with pytest.raises(ValueError, match="needs the sampler's log-probs of all samples"):
+        learner.update(samples, NO_LIMIT)
+
+
+def test_one_token_of_thousands_stops_no_run() -> None:
+    """In bfloat16 single tokens are off by nats in a healthy run; a thousandth of them is judged."""
+    learner = make_learner(Policy(make_model(), 1.0))
+    samples = sampled_by(learner.policy, [Sample([1], [2, 3, 4, 5] * 10, 0.0, [0.0] * 40) for _ in range(50)])
+
+    def off(tokens: int) -> list[Sample]:
+        first = [x - 9.0 * (i < tokens) for i, x in enumerate(samples[0].sampler_logprobs)]
+        return [dataclasses.replace(samples[0], sampler_logprobs=first), *samples[1:]]
+
+    metrics = learner.update(off(2), max_gap=1.0)
+    assert metrics["gap_max"] == pytest.approx(9.0, abs=1e-3)
+    with pytest.raises(SamplerGapError, match="in 3 of 2,000 tokens by more than 1:"):
+        learner.update(off(3), max_gap=1.0)
+    with pytest.raises(SamplerGapError):
+        learner.update(off(2), max_gap=1.0, max_mean_gap=0.001)
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])

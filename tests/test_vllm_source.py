@@ -99,16 +99,16 @@ FACTS = [
         ("sampler_output = self._sample(logits", "self._bookkeeping_sync("),
     ),
     Fact(
-        "a sampled token is counted, and its id kept, unless the request is still in prefill",
+        "a sampled token is counted, perhaps before it is known, unless the request is still in prefill",
         RUNNER,
         "GPUModelRunner._bookkeeping_sync",
         (
             "discard_sampled_tokens_req_indices = np.nonzero(self.discard_request_mask.np[:num_reqs])",
             "valid_sampled_token_ids[int(i)].clear()",
+            "invalid_req_indices_set = set(invalid_req_indices)",
+            "sampled_ids = [-1] if req_idx not in invalid_req_indices_set else None",
             "start_idx = self.input_batch.num_tokens_no_spec[req_idx]",
             "self.input_batch.num_tokens_no_spec[req_idx] = end_idx",
-            "req_state = self.requests[req_id]",
-            "req_state.output_token_ids.extend(sampled_ids)",
         ),
     ),
     Fact(
@@ -123,9 +123,8 @@ FACTS = [
     ),
     Fact("rows by name", BATCH, "InputBatch.req_ids", ("@property", "return cast(list[str], self._req_ids)")),
     Fact("the number of rows", BATCH, "InputBatch.num_reqs", ("@property", "return len(self.req_id_to_index)")),
-    Fact("prompt and sampled ids", BATCH, "CachedRequestState", ("output_token_ids: list[int]", "num_prompt_tokens +")),
     Fact(
-        "a step returns the outputs of the batch whose rows the hook has just seen",
+        "without asynchronous scheduling a step returns the outputs of the batch whose rows the hook has just seen",
         CORE,
         "EngineCore.step",
         (
@@ -134,6 +133,52 @@ FACTS = [
             "self.model_executor.sample_tokens(",
             "engine_core_outputs = self.scheduler.update_from_output(scheduler_output, model_output)",
         ),
+    ),
+    Fact(
+        "with it, a step launches a batch, and returns the outputs of the oldest one as soon as two are under way",
+        CORE,
+        "EngineCore.step_with_batch_queue",
+        (
+            "scheduler_output = self.scheduler.schedule(",
+            "self.model_executor.execute_model(scheduler_output",
+            "self.model_executor.sample_tokens(",
+            "batch_queue.appendleft((future, scheduler_output, exec_future))",
+            "if len(batch_queue) < self.batch_queue_size and ",
+            "future, scheduler_output, exec_model_fut = batch_queue.pop()",
+            "model_output = future.result()",
+            "engine_core_outputs = self.scheduler.update_from_output(scheduler_output, model_output)",
+        ),
+    ),
+    Fact(
+        "two are under way at most",
+        "config/vllm.py",
+        "VllmConfig.max_concurrent_batches",
+        ("if self.scheduler_config.async_scheduling:", "return 2"),
+    ),
+    Fact("a batch may be empty", "v1/core/sched/output.py", "SchedulerOutput", ("total_num_scheduled_tokens: int",)),
+    Fact(
+        "the queue is that of the core, which in one process is the client's",
+        "v1/engine/core_client.py",
+        "InprocClient.__init__",
+        ("self.engine_core = EngineCore(",),
+    ),
+    Fact(
+        "when tokens are handed out, their batch has run: its states can be read on any stream",
+        RUNNER,
+        "AsyncGPUModelRunnerOutput.get_output",
+        ("self.async_copy_ready_event.synchronize()", "self.sampled_token_ids_cpu.tolist()"),
+    ),
+    Fact(
+        "a batch that was launched before an abort may still run; its tokens are thrown away",
+        "v1/core/sched/scheduler.py",
+        "Scheduler.update_from_output",
+        ("request = self.requests.get(req_id)", "if request is None or request.is_finished():", "continue"),
+    ),
+    Fact(
+        "tokens that a preempted request has under way are handed out before it goes on",
+        "v1/core/sched/scheduler.py",
+        "Scheduler.schedule",
+        ("if request.num_stale_output_tokens and (not request.drop_stale_output):",),
     ),
     # Requests.
     Fact(
@@ -160,6 +205,28 @@ FACTS = [
         ),
     ),
     Fact("outputs carry ours", "v1/engine/output_processor.py", "RequestState", ("request_id=external_req_id,",)),
+    Fact(
+        "what was handed out of an unfinished request is kept here",
+        "v1/engine/output_processor.py",
+        "OutputProcessor.process_outputs",
+        (
+            "req_state = self.request_states.get(req_id)",
+            "req_state.detokenizer.update(new_token_ids, finish_reason == FinishReason.STOP)",
+        ),
+    ),
+    Fact("by our name", "v1/engine/output_processor.py", "RequestState.__init__", ("self.external_req_id = external",)),
+    Fact(
+        "without detokenizing",
+        "v1/engine/detokenizer.py",
+        "IncrementalDetokenizer",
+        ("def output_token_ids(self)", "return self.token_ids", "self.token_ids.extend(new_token_ids)"),
+    ),
+    Fact(
+        "a request may want no log-probs beside others that do",
+        "v1/engine/logprobs.py",
+        "LogprobsProcessor.from_new_request",
+        ("if num_logprobs is None", "create_sample_logprobs(sampling_params.flat_logprobs)"),
+    ),
     Fact(
         "abort_request takes our names",
         ENGINE,

@@ -1,0 +1,129 @@
+"""What the engine costs beside vLLM's own loop: both sample the same prompts, in turn, in one process.
+
+    python -m bench.engine      the embedded model, 256 and 768 slots, 4 minutes on 2 CPU cores
+    python -m bench.engine --model Qwen/Qwen3-1.7B-Base --slots 512 --tokens 512
+
+All rollouts have the same length, so that every kind does the same work. A ratio is the median over
+rounds of tokens per second against what computes the same in vLLM's loop, in the same round; the
+order rotates from round to round.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from bench.runs import code_version, machine, results_parser
+from bench.tables import described, markdown
+from engine import Decision, Engine, Sampling
+from quality_head import QualityHead
+from support.args import TINY
+
+GROUP = 16
+# What is compared with what: the part that the wrapper adds.
+LIKE = {
+    "Engine.generate, all log-probs": "LLM.generate, all log-probs",
+    "Engine.generate, log-probs of one in 16": "LLM.generate, log-probs of one in 16",
+    "the same, scored at a quarter, none pruned": "LLM.generate, log-probs of one in 16",
+}
+
+
+class KeepAll:
+    """Scores every rollout and prunes none."""
+
+    def __init__(self, hidden_size: int) -> None:
+        self.head = QualityHead(hidden_size)
+
+    @torch.no_grad()
+    def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
+        return [Decision(True, score) for score in self.head(states).sigmoid().tolist()]
+
+
+def kinds(engine: Engine, slots: int, tokens: int, pruner: KeepAll) -> dict[str, Callable[[], object]]:
+    """As many rollouts as there are slots, of `tokens` tokens each, sampled in several ways."""
+    from vllm import SamplingParams
+
+    rng = random.Random(0)
+    # Any ids do, since nothing ends a rollout but its length.
+    prompts = {group: [rng.randrange(4, 20) for _ in range(16)] for group in range(slots // GROUP)}
+    requests = [{"prompt_token_ids": ids} for ids in prompts.values() for _ in range(GROUP)]
+    params = partial(SamplingParams, max_tokens=tokens, ignore_eos=True, detokenize=False, flat_logprobs=True)
+
+    def vllm(logprobs: int) -> None:
+        """vLLM's loop, with log-probs of the first so many of each group."""
+        each = [params(logprobs=0 if i % GROUP < logprobs else None) for i in range(len(requests))]
+        engine.llm.generate(requests, each, use_tqdm=False)
+
+    ours = partial(engine.generate, prompts, GROUP, Sampling(tokens, ()), seed=0)
+    return {
+        "LLM.generate": partial(vllm, 0),
+        "LLM.generate, all log-probs": partial(vllm, GROUP),
+        "LLM.generate, log-probs of one in 16": partial(vllm, 1),
+        "Engine.generate, all log-probs": ours,
+        "Engine.generate, log-probs of one in 16": partial(ours, logprobs=1),
+        "the same, scored at a quarter, none pruned": partial(ours, logprobs=1, pruner=pruner, last_states=True),
+    }
+
+
+def measure(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each kind in each round, after a round that warms up."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    for turn in range(-1, rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            start = time.perf_counter()
+            works[name]()
+            if turn >= 0:
+                found[name].append(time.perf_counter() - start)
+    return found
+
+
+def rows(slots: int, tokens: int, found: dict[str, list[float]]) -> list[list[str]]:
+    """A line for each kind: median rate, and the ratio to what computes the same, with quartiles."""
+    lines = []
+    for name, seconds in found.items():
+        ratio = ""
+        if name in LIKE:
+            low, middle, high = statistics.quantiles(
+                [other / own for other, own in zip(found[LIKE[name]], seconds, strict=True)], n=4
+            )
+            ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        rate = slots * tokens / statistics.median(seconds)
+        lines.append([str(slots), name, f"{rate:,.0f}", LIKE.get(name, ""), ratio])
+    return lines
+
+
+def main() -> None:
+    parser = results_parser(__doc__)
+    parser.add_argument("--model", default=str(TINY))
+    parser.add_argument("--slots", type=int, nargs="+", default=[256, 768], help="multiples of 16")
+    parser.add_argument("--tokens", type=int, default=48, help="of a response")
+    parser.add_argument("--rounds", type=int, default=9)
+    own = parser.parse_args()
+    hidden_size = AutoConfig.from_pretrained(own.model).get_text_config().hidden_size
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    lines, results = [["slots", "", "tokens/s", "beside", "ratio (quartiles)"]], {}
+    for slots in own.slots:
+        engine = Engine(own.model, max(1, own.tokens // 4), own.tokens + 32, slots, dtype=dtype)
+        found = results[slots] = measure(kinds(engine, slots, own.tokens, KeepAll(hidden_size)), own.rounds)
+        engine.close()
+        lines += rows(slots, own.tokens, found)
+    made = f"{own.rounds} rounds, {own.tokens} tokens, {described(machine())}, code {code_version()}"
+    text = f"## The engine beside vLLM's own loop\n\n{markdown(lines)}\n\n{made}\n"
+    own.results.mkdir(parents=True, exist_ok=True)
+    (own.results / "engine.md").write_text(text, "utf-8")
+    (own.results / "engine.json").write_text(json.dumps({"machine": machine(), "seconds": results}, indent=2) + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
