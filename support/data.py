@@ -312,13 +312,11 @@ def _chat_ids(texts: list[str], tokenizer: Tokenizer, thinking: bool) -> list[li
     return tokenizer.apply_chat_template(chats, tokenize=True, add_generation_prompt=True, return_dict=False, **switch)
 
 
-def stop_token_ids(
-    tokenizer: Tokenizer, config: PreTrainedConfig, generation_config: GenerationConfig | None
-) -> list[int]:
+def stop_token_ids(tokenizer: Tokenizer, config: PreTrainedConfig, generation: GenerationConfig | None) -> list[int]:
     """Every id that ends a response, sorted: the EOS ids of tokenizer, config and generation config,
     which often differ (Qwen3 base: 151643, 151645), and the token that ends a turn in the template."""
     found: set[int] = set()
-    for holder in (tokenizer, config, generation_config):
+    for holder in (tokenizer, config, generation):
         ids = getattr(holder, "eos_token_id", None)
         found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
     if tokenizer.chat_template:
