@@ -38,7 +38,7 @@ from calibration import Calibrator, Settings, SystematicDraw, draw_bernoulli
 from engine import Decision, EngineError, NothingScored, Rollout, Sampling
 from grpo import Sample, group_advantages, overlong_penalty
 from quality_head import HeadTrainer, QualityHead
-from support import checkpoint, launch, model, proof
+from support import checkpoint, launch, model
 from support.data import Prompt
 from support.distributed import gather_rollouts, shard
 from support.evaluation import evaluate, grade
@@ -347,7 +347,7 @@ class Trainer:
         args, folder = self.args, Path(self.args.output)
         if resume_from:
             self.restore(resume_from)
-        proof.sampler_follows(self)
+        model.sampler_follows(self)
         with RunLog(args, name, self.step_number if resume_from else None) as log:
             if not resume_from:
                 log.metrics({"step": 0} | self.evaluate())

@@ -44,7 +44,7 @@ from support.distributed import start_process_group
 from support.grader import Verdict
 from support.launch import open_parts, quiet
 from support.memory import CONTEXT, GRAPHS, Estimate, Shape
-from support.proof import flip
+from support.model import flip
 
 Measures = dict[str, float]
 # Dense bfloat16, from the data sheets. Another GPU has no MFU.

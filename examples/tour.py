@@ -26,8 +26,7 @@ from engine import Decision, Rollout, Sampling
 from grpo import Sample, group_advantages, pad, token_objective
 from support.args import parse
 from support.evaluation import grade
-from support.pictures import plot_rollouts
-from support.report import rollout_rows
+from support.report import plot_rollouts, rollout_rows
 
 GROUP_SIZE, ROUNDS, PROMPTS, GROUPS = 16, 6, 24, 8
 

@@ -48,6 +48,10 @@ class SamplingArgs:
     kv_cache_gb: float = flag(4.0, "vLLM's KV cache on a CPU, in GiB", "(0, inf)", tiny=0.5)
     verbose: bool = flag(False, "show vLLM's own log lines")
 
+    def select(self, names: str) -> dict[str, object]:
+        """These flags, for a function that takes them by the same names."""
+        return {name: getattr(self, name) for name in names.split()}
+
 
 @dataclass
 class Args(SamplingArgs):

@@ -97,10 +97,8 @@ def _failure(work: Callable[[], None]) -> str | None:
     error: BaseException | None = None
     try:
         work()
-    except Exception as raised:
-        error = raised
-    except CheckpointException as raised:
-        error, _ = next(iter(raised.failures.values()))
+    except (Exception, CheckpointException) as raised:
+        error = next(iter(raised.failures.values()))[0] if isinstance(raised, CheckpointException) else raised
         if isinstance(error, KeyboardInterrupt):
             raise error from raised
     return next(filter(None, gather(error and f"{type(error).__name__}: {error}".splitlines()[0])), None)

@@ -1,8 +1,4 @@
-"""Data sets in, prompts out.
-
-problems, report = load("BytedTsinghua-SIA/DAPO-Math-17k")
-prompts, too_long = tokenize(problems, tokenizer, max_prompt_tokens=1024)
-"""
+"""Data sets in (`load`), prompts out (`tokenize`)."""
 
 from __future__ import annotations
 
@@ -23,9 +19,11 @@ import tiny.sums
 from support.grader import canonical, gold_text
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,6 @@ def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> 
     return problems, report
 
 
-# ------------------------------------------------------------------ one reader of data sets
-
-REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
-
-
 class DataError(ValueError):
     """What is wrong with a data set, in one sentence. The caller adds the flag."""
 
@@ -91,16 +84,15 @@ def read(
     for number, place, row in _json(source) if by_hand else _arrow(source, config, split, remedy):
         before, columns = columns, columns_of(row, place)
         text, answer = unwrap(_text(row[columns[0]])), _gold(row[columns[1]], columns[1])
-        fault = _fault(text, answer)
         if strict and before not in (None, columns):
             fault = f"columns {' and '.join(columns)}, where the rows before have {' and '.join(before)}"
             raise DataError(place, fault, "use the same columns in every row")
-        if strict and fault:
-            column = columns[1 if text else 0]
-            shown = json.dumps(row[column], default=str, ensure_ascii=False)[:60]
-            fault = f"a problem {fault}: column {column}, which holds {shown}"
-            raise DataError(place, fault, "mend or delete it")
-        if fault:
+        if fault := _fault(text, answer):
+            if strict:
+                column = columns[1 if text else 0]
+                shown = json.dumps(row[column], default=str, ensure_ascii=False)[:60]
+                fault = f"a problem {fault}: column {column}, which holds {shown}"
+                raise DataError(place, fault, "mend or delete it")
             dropped[fault] += 1
             continue
         key = place if strict else " ".join(text.split())
@@ -132,12 +124,9 @@ def is_file(source: str) -> bool:
 
 
 def _json(source: str) -> Iterator[tuple[int, str, dict[str, object]]]:
-    """JSON lines, or a list in a .json file: number of each row (of JSON lines, the line's), place, cells.
-
-    By hand: datasets rounds long integers, makes dates of texts that look like one, takes two
-    objects in a line, and names no line where it fails. Lines end at newline bytes alone: U+2028
-    in a string ends none.
-    """
+    """JSON lines, or a list in a .json file: number of each row (of JSON lines, the line's), place, cells."""
+    # By hand: datasets rounds long integers, makes dates of texts, takes two objects in a line, and
+    # names no line where it fails. Only newline bytes end lines: U+2028 in a string does not.
     with open(source, "rb") as file:
         head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()
         listed = head.startswith(b"[") and source.lower().endswith(".json")
@@ -185,8 +174,6 @@ def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[tuple[
         except Exception as error:
             raise DataError(source, f"datasets cannot read it ({error})", remedy) from error
 
-
-# ------------------------------------------------------------------ what a row says
 
 # The first that a set has is read, in whatever capitals. "0" and "1" are the messages of ORZ.
 TEXTS = "problem question prompt query instruction input messages conversations 0".split()
@@ -244,8 +231,7 @@ def _gold(cell: object, column: str) -> str:
     return gold_text(cell, "solution" if "box" in cell or (prose and "####" not in cell) else "answer")
 
 
-# Golds that nothing can be checked against: 143,300 rows of NuminaMath-1.5 have one. Names, letters
-# of options, yes and no are answers.
+# Golds that nothing can be checked against: 143,300 rows of NuminaMath-1.5 have one.
 _PLACEHOLDER = re.compile(
     r"(the )?proof\b.{0,40}|proved|proven|q ?e ?d|answer|solution|omitted|missing|unknown|null|none|nan|n ?/? ?a"
     r"|(answer )?not ?(found|available|applicable|provided|given|specified)|no (final )?answer( found| given)?"
@@ -274,9 +260,6 @@ def unwrap(text: str) -> str:
     return (_WISH.sub("", text) if "####" in text or "\\boxed" in text else text).strip()
 
 
-# ------------------------------------------------------------------ prompts
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A problem and its token ids: text is tokenized once, for the engine and the trainer."""
@@ -287,7 +270,7 @@ class Prompt:
 
 def tokenize(
     problems: list[Problem],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_prompt_tokens: int,
     instruction: str | None = INSTRUCTION,
     enable_thinking: bool = False,
@@ -322,20 +305,18 @@ def tokenize(
     return prompts, len(problems) - len(prompts)
 
 
-def _chat_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, thinking: bool) -> list[list[int]]:
+def _chat_ids(texts: list[str], tokenizer: Tokenizer, thinking: bool) -> list[list[int]]:
     chats = [[{"role": "user", "content": text}] for text in texts]
     # Qwen3 and most others call the switch enable_thinking, DeepSeek and Granite thinking.
     switch = {"enable_thinking": thinking, "thinking": thinking}
     return tokenizer.apply_chat_template(chats, tokenize=True, add_generation_prompt=True, return_dict=False, **switch)
 
 
-def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, generation_config: GenerationConfig | None
-) -> list[int]:
+def stop_token_ids(tokenizer: Tokenizer, config: PreTrainedConfig, generation: GenerationConfig | None) -> list[int]:
     """Every id that ends a response, sorted: the EOS ids of tokenizer, config and generation config,
     which often differ (Qwen3 base: 151643, 151645), and the token that ends a turn in the template."""
     found: set[int] = set()
-    for holder in (tokenizer, config, generation_config):
+    for holder in (tokenizer, config, generation):
         ids = getattr(holder, "eos_token_id", None)
         found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
     if tokenizer.chat_template:

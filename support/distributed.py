@@ -1,9 +1,7 @@
-"""Several processes that train one model: who this one is, and what they tell each other.
+"""Several processes that train one model, one for each GPU, as torchrun starts them.
 
-torchrun starts them, one for each GPU. All ranks take the same steps and call what is here
-together, in the same order. A process that torchrun did not start is the only rank, and nothing is
-sent. With `--tp N`, N successive ranks share one engine: they sample and grade the same rollouts,
-and each trains on its share of them.
+All ranks call what is here together, in the same order. With `--tp N`, N successive ranks share an
+engine: they sample and grade the same rollouts, and each trains on its share of them.
 """
 
 from __future__ import annotations
@@ -21,12 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine import Decision, PruneHook, Rollout
+from support.args import fail
 
 T, K, V = TypeVar("T"), TypeVar("K"), TypeVar("V")
-
-# No rank waits longer for another, which may have failed: torchrun sees that sooner, others do not.
-TIMEOUT = timedelta(minutes=30)
-
 # Ranks that share one engine, and the group of this rank's.
 _tp = 1
 _engine_group: dist.ProcessGroup | None = None
@@ -35,7 +30,7 @@ _engine_group: dist.ProcessGroup | None = None
 def start_process_group(tensor_parallel: int = 1) -> torch.device:
     """Join the ranks that torchrun started, or be the only one; returns this rank's device.
 
-    Raises RuntimeError where there are more ranks than GPUs, or no whole number of engines.
+    Ends the program where there are more ranks than GPUs, or no whole number of engines.
     """
     global _tp, _engine_group
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -44,15 +39,16 @@ def start_process_group(tensor_parallel: int = 1) -> torch.device:
     os.environ.update(alone | os.environ)
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if ranks % tensor_parallel:
-        raise RuntimeError(f"--tp {tensor_parallel}: {ranks} ranks are no multiple of it; start a multiple by torchrun")
+        fail(f"--tp {tensor_parallel}: {ranks} ranks are no multiple of it; start a multiple by torchrun")
     if on_gpu := torch.cuda.is_available():
-        if local >= (gpus := torch.cuda.device_count()):
-            raise RuntimeError(f"--nproc-per-node: this machine has {gpus} GPUs, and a rank needs its own")
+        # By the number of ranks: all know it, and the first one says it.
+        if max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
+            fail(f"--nproc-per-node: this machine has {gpus} GPUs, and a rank needs its own")
         torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
-    _tp, _engine_group = tensor_parallel, None
-    if tensor_parallel > 1:
-        _engine_group, _ = dist.new_subgroups(tensor_parallel, backend="gloo")
+    # No rank waits longer for another, which may have failed: torchrun sees that sooner, others do not.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=30))
+    _tp = tensor_parallel
+    _engine_group = dist.new_subgroups(_tp, backend="gloo")[0] if _tp > 1 else None
     return torch.device("cuda", local) if on_gpu else torch.device("cpu")
 
 

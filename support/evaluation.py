@@ -1,8 +1,4 @@
-"""Evaluation sets in, verdicts on rollouts and scores out.
-
-benchmark = load_benchmark("minerva=minerva.jsonl", "--data")
-grade(rollouts, prompts, tokenizer, grader)
-"""
+"""Evaluation sets in, verdicts on rollouts and scores out."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import tiny.sums
 from engine import Engine, Rollout, Sampling
@@ -25,8 +21,6 @@ from support.distributed import gather_rollouts, shard
 from support.grader import Grader
 from support.metrics import pass_at_k
 
-# ------------------------------------------------------------------ benchmarks
-
 # The six sets of the paper (App. A.2): hub id, split, rows, metric.
 KNOWN = {
     "math500": ("HuggingFaceH4/MATH-500", "test", 500, "avg"),
@@ -36,6 +30,7 @@ KNOWN = {
     "aime24": ("HuggingFaceH4/aime_2024", "train", 30, "pass@16"),
     "aime25": ("math-ai/aime25", "test", 30, "pass@16"),
 }
+PASS_K = 16
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
     """
     name, _, file = spec.partition("=")
     hub, split, rows, metric = KNOWN.get(name, ("", "train", 0, "avg"))
-    # Not a known set: a file's name may hold "=".
+    # A file's name may hold "=".
     file = file if hub else spec
     known = f"write one of {', '.join(KNOWN)}, a .jsonl, .json or .parquet file, or sums"
     try:
@@ -106,7 +101,7 @@ class EvalSet:
 
 
 def prepare(
-    benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, args: SamplingArgs, training: list[Problem]
+    benchmark: Benchmark, tokenizer: Tokenizer, args: SamplingArgs, training: list[Problem]
 ) -> tuple[EvalSet, str]:
     """A benchmark's prompts, and its report with what is too long and what is in the `training` set too."""
     prompts, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
@@ -119,28 +114,23 @@ def prepare(
 def contaminated(problems: list[Problem], training: Iterable[Problem]) -> list[Problem]:
     """Those of `problems` whose text is in the training set, wrapper, layout and punctuation aside.
 
-    DAPO-Math-17k holds 8 of the 40 problems of AMC 2023, 6 of MATH-500, 10 of OlympiadBench; by
-    white space alone one sees 5, 4 and 1: copies differ in braces, dollar signs and full stops.
+    DAPO-Math-17k holds 8 of the 40 problems of AMC 2023; by white space alone one sees 5.
     """
-    seen = {_key(problem.text) for problem in training}
-    return [problem for problem in problems if _key(problem.text) in seen]
 
+    def key(problem: Problem) -> str:
+        """Its letters, digits and operators, without the dashes and stars that begin a list's items."""
+        return re.sub(r"^[ \t]*[-*][ \t]|[^\w+\-*/^=<>]", "", data.unwrap(problem.text).lower(), flags=re.MULTILINE)
 
-def _key(text: str) -> str:
-    """Its letters, digits and operators, without the dashes and stars that begin a list's items."""
-    return re.sub(r"^[ \t]*[-*][ \t]|[^\w+\-*/^=<>]", "", data.unwrap(text).lower(), flags=re.MULTILINE)
+    seen = {key(problem) for problem in training}
+    return [problem for problem in problems if key(problem) in seen]
 
-
-# ------------------------------------------------------------------ verdicts
 
 # What opens and what ends thinking, in the order of the pairs; the grader knows the first.
 OPENINGS = "<think> <thinking> <thought> <seed:think> [THINK] ◁think▷ <|begin_of_thought|> <|START_THINKING|>".split()
 ENDINGS = "</think> </thinking> </thought> </seed:think> [/THINK] ◁/think▷ <|end_of_thought|> <|END_THINKING|>".split()
 
 
-def grade(
-    rollouts: list[Rollout], prompts: Mapping[int, Prompt], tokenizer: PreTrainedTokenizerBase, grader: Grader
-) -> None:
+def grade(rollouts: list[Rollout], prompts: Mapping[int, Prompt], tokenizer: Tokenizer, grader: Grader) -> None:
     """Set tail, verdict, answer and reward of each rollout; of a pruned one the tail alone.
 
     prompts: by group. What is thought is no answer, whatever marks it and whoever began it.
@@ -168,15 +158,10 @@ def grade(
         rollout.verdict, rollout.answer, rollout.reward = verdict.kind, verdict.answer, verdict.reward
 
 
-# ------------------------------------------------------------------ scores during training
-
-PASS_K = 16  # of the paper's metric for the small sets
-
-
 def evaluate(
     engine: Engine,
     sets: list[EvalSet],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     grader: Grader,
     sampling: Sampling,
     n: int,

@@ -16,7 +16,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,9 +38,9 @@ _ANSWER_LINE = re.compile(
 
 
 def _last_box(text: str) -> tuple[str, int]:
-    r"""What the last balanced `\boxed{…}` or `\fbox{…}`, or `\boxed 5`, holds, and where it ends.
+    r"""What the last balanced `\boxed{…}`, `\fbox{…}` or `\boxed 5` holds, and where it ends; ("", 0) if none.
 
-    ("", 0) if there is none. A box in a box is one. Linear time.
+    A box in a box is one. Linear time.
     """
     if (first := text.find("box")) < 0:
         return "", 0
@@ -192,10 +191,10 @@ class Grader(contextlib.AbstractContextManager):
     """
 
     def __init__(self, workers: int = 1, timeout: float = 5.0, memory_mb: int = 2048) -> None:
-        self._timeout, self._memory_mb, self._closed = timeout, memory_mb, False
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grader")
-        # Each thread's own worker; all of them, for `close`.
-        self._local, self._alive, self._lock = threading.local(), set(), threading.Lock()
+        self._threads, self._closed = ThreadPoolExecutor(workers), False
+        self._workers = [_Worker(timeout, memory_mb) for _ in range(workers)]
+        # One for each thread.
+        self._idle = self._workers.copy()
 
     def grade(self, texts: list[str], golds: list[str]) -> list[Verdict]:
         """A verdict on each response in `texts` by its answer in `golds`.
@@ -230,38 +229,33 @@ class Grader(contextlib.AbstractContextManager):
         return [kinds[pair] for pair in pairs]
 
     def _verify(self, pair: tuple[str, str]) -> str:
-        for _ in range(3):
-            worker = getattr(self._local, "worker", None) or self._start()
-            fresh = worker.jobs == 0
-            reply = worker.ask(pair, self._timeout)
-            if reply in ("right", "wrong"):
-                return reply
-            with self._lock:
-                self._alive.discard(worker)
-            worker.close()
-            self._local.worker = None
-            # A used worker may have run out of memory for other answers' sake: a new one tells.
-            if reply == "timeout" or (reply == "memory" and fresh):
-                return "timeout"
+        worker = self._idle.pop()
+        try:
+            for _ in range(3):
+                if fresh := worker.process is None:
+                    worker.start()
+                # Only now: either `close` sees the new process, or this sees that all is closed.
+                if self._closed:
+                    raise RuntimeError("the grader is closed")
+                reply = worker.ask(pair, fresh)
+                if reply in ("right", "wrong"):
+                    return reply
+                worker.stop()
+                # A used worker may have run out of memory for other answers' sake: a new one tells.
+                if reply == "timeout" or (reply == "memory" and fresh):
+                    return "timeout"
+        finally:
+            self._idle.append(worker)
         raise GraderError(f"grading workers keep dying ({reply}): is memory short, or math-verify not installed?")
-
-    def _start(self) -> _Worker:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the grader is closed")
-            self._local.worker = _Worker(self._timeout, self._memory_mb)
-            self._alive.add(self._local.worker)
-        return self._local.worker
 
     def close(self) -> None:
         """Kills the workers, busy or not. A second call does nothing."""
-        with self._lock:
-            self._closed = True
-            for worker in self._alive:
-                worker.process.kill()
+        self._closed = True
+        for process in filter(None, [worker.process for worker in self._workers]):
+            process.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        while self._alive:
-            self._alive.pop().close()
+        for worker in self._workers:
+            worker.stop()
 
     def __exit__(self, *raised: object) -> None:
         self.close()
@@ -281,26 +275,24 @@ def _settle(gold: str, answer: str) -> str | None:
 
 
 class _Worker:
-    """The parent's end of one worker process: a line of JSON to its stdin for each pair, a word back.
-
-    A fresh interpreter: a fork would copy an engine and threads, and multiprocessing's spawn would
-    import the parent's main script again.
-    """
+    """One worker process, from its parent: a line of JSON to its stdin for each pair, a word back."""
 
     def __init__(self, timeout: float, memory_mb: int) -> None:
-        script, pipe = Path(__file__).resolve().parent / "equality.py", subprocess.PIPE
-        command = [sys.executable, "-P", script, "--grade-worker", str(timeout), str(memory_mb)]
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
-        self.jobs = 0
+        self.timeout, self.memory_mb, self.process = timeout, memory_mb, None
 
-    def ask(self, pair: tuple[str, str], timeout: float) -> str:
+    def start(self) -> None:
+        # A fork would copy an engine and threads; multiprocessing's spawn would import the main script again.
+        script, pipe = Path(__file__).resolve().parent / "equality.py", subprocess.PIPE
+        command = [sys.executable, "-P", script, "--grade-worker", str(self.timeout), str(self.memory_mb)]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
+
+    def ask(self, pair: tuple[str, str], fresh: bool) -> str:
         """One of "right", "wrong", "timeout", "memory", or else how the worker died."""
-        if self.jobs == 0 and (greeting := self._read(START_SECONDS)) != "ready":
+        if fresh and (greeting := self._read(START_SECONDS)) != "ready":
             return f"at the start: {greeting}"
-        self.jobs += 1
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(pair).encode() + b"\n")
-        return self._read(timeout)
+        return self._read(self.timeout)
 
     def _read(self, seconds: float) -> str:
         # select() takes no file descriptor above 1023
@@ -314,8 +306,8 @@ class _Worker:
         # C libraries meet the memory bound with an abort or a segmentation fault.
         return "memory" if -code in (signal.SIGABRT, signal.SIGSEGV) else f"exit code {code}"
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+    def stop(self) -> None:
+        if self.process:
+            with self.process:
+                self.process.kill()
+            self.process = None

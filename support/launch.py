@@ -28,12 +28,8 @@ from support.distributed import print0, rank
 from support.evaluation import EvalSet, load_benchmark, make_benchmark, prepare
 from support.grader import Grader, GraderError
 from support.model import engine_from, load_policy, load_tokenizer, refuse_untrainable, vocabulary
-from support.pictures import plot_reward
-from support.report import load_metrics, summary
+from support.report import load_metrics, plot_reward, summary
 from tiny.sums import sums_range
-
-# What ends a run for a reason that one sentence can tell.
-STOPS = (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError)
 
 
 @dataclasses.dataclass
@@ -95,13 +91,8 @@ def make_learner(args: Args, device: torch.device, vocabulary: int) -> Learner:
     return Learner(
         load_policy(args, device, vocabulary),
         LossConfig(args.algo, args.clip_low, high, args.beta, args.tis_cap),
-        lr=args.lr,
-        warmup_steps=args.warmup_steps,
-        weight_decay=args.weight_decay,
-        grad_clip=args.grad_clip,
-        token_budget=args.token_budget,
-        minibatches=args.minibatches,
         reference=load_policy(args, device, vocabulary, frozen=True) if args.beta > 0 else None,
+        **args.select("lr warmup_steps weight_decay grad_clip token_budget minibatches"),
     )
 
 
@@ -109,23 +100,9 @@ def make_pruner(pruner: type, args: Args, hidden_size: int, device: torch.device
     """A `pruner` as the flags say, whose decisions all ranks of an engine share; None for `--prune none`."""
     if args.prune == "none":
         return None
-    settings = Settings(args.keep_ratio, args.positive_target, args.balance, args.p_min, args.p_max, args.tilt)
-    made = pruner(
-        hidden_size,
-        args.group_size,
-        settings,
-        rule=args.prune,
-        draw=args.survival,
-        min_survivors=args.min_survivors,
-        cold_start=args.cold_start,
-        bins=args.bins,
-        alpha=args.alpha,
-        window=args.window,
-        head_width=args.head_width,
-        head_lr=args.head_lr,
-        seed=args.seed,
-        device=device,
-    )
+    settings = Settings(**args.select("keep_ratio positive_target balance p_min p_max tilt"))
+    same = args.select("min_survivors cold_start bins alpha window head_width head_lr seed")
+    made = pruner(hidden_size, args.group_size, settings, rule=args.prune, draw=args.survival, device=device, **same)
     return distributed.SharedDecisions(made) if args.tp > 1 else made
 
 
@@ -139,10 +116,7 @@ def grader_workers() -> int:
 def open_parts(args: Args) -> Iterator[Parts]:
     """Data, grader and engine, taken down at the end. Bad input ends the program with one sentence."""
     quiet(args.verbose)
-    try:
-        device = distributed.start_process_group(args.tp)
-    except RuntimeError as error:
-        fail(str(error))
+    device = distributed.start_process_group(args.tp)
     try:
         tokenizer, stop_token_ids, config = load_tokenizer(args)
         refuse_untrainable(config, args, device)
@@ -176,7 +150,7 @@ def run(args: Args, trainer: type) -> int:
     except KeyboardInterrupt:
         print0(f"\nstopped; the step under way was dropped. {where_to_resume(Path(args.output))}", sys.stderr)
         return 130
-    except STOPS as error:
+    except (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError) as error:
         # On all ranks, or on this one alone.
         who = f"arrol.py, rank {rank()}" if rank() else "arrol.py"
         print(f"\n{who}: stopped: {error}\n{where_to_resume(Path(args.output))}", file=sys.stderr)

@@ -6,7 +6,7 @@
     sync       vLLM's weights awake, the policy's parameters gathered one by one
 
 Tests hold `grpo.Policy`'s share against PyTorch's allocator on a CPU. Assumed, not measured: the
-constants below, vLLM's work, FSDP2's buffers (read from its source), attention in a flash kernel.
+constants, vLLM's work, FSDP2's buffers, attention in a flash kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ CHUNK_TOKENS: int = inspect.signature(Policy).parameters["chunk_tokens"].default
 CONTEXT = GRAPHS = 1_000_000_000
 USABLE = 0.95  # of the device; the rest is left to fragmentation
 BATCHED_TOKENS = 16_384  # vLLM's largest prefill step by default on 80 GB GPUs
+LESS = {"generate": "--gpu-memory-utilization", "logprob": "--token-budget", "update": "--token-budget"}
 
 
 class Shape:
@@ -100,9 +101,6 @@ class Estimate:
             "update": resting + GRAPHS + self.gradients + models * 2 * s.root + update,
             "sync": resting + GRAPHS + self.weights + gathered,
         }
-
-
-LESS = {"generate": "--gpu-memory-utilization", "logprob": "--token-budget", "update": "--token-budget"}
 
 
 def first_misfit(s: Shape, args: Args, ranks: int, device_bytes: int) -> str | None:

@@ -99,10 +99,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     >>> pass_at_k(10, 3, 5)
     0.9166666666666666
     """
-    if not 0 <= c <= n:
-        raise ValueError(f"of {n} samples {c} cannot be right")
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"there is no pass@{k} of {n} samples, {c} of them right")
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
 
 
@@ -122,9 +120,6 @@ def interval(
     means = [data[rng.integers(len(data), size=(10, len(data)))].mean(1) for _ in range(resamples // 10)]
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
-
-
-# ------------------------------------------------------------------ a training step
 
 
 def step_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:

@@ -1,12 +1,15 @@
 """One model as transformers, vLLM and the trainer have it, and what keeps it from training, in a sentence.
 
 Its checkpoint is read twice, by vLLM and by transformers for the trainer. Either makes up parameters
-that it does not find, and drops those that it does not know.
+that it does not find, and drops those that it does not know. A forward that differs, or a sync that
+vLLM takes in part, raises nothing and shows in log-probs alone. So all must agree on these before a
+model is trained, the sampler after a sync of changed weights, or it may just have its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -21,18 +25,26 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine import Engine
-from grpo import Policy
+from engine import Engine, Sampling
+from grpo import Policy, Sample, SamplerGapError, all_reduce, frozen_logprobs, pad
 from grpo import shard as shard_policy
-from support import data, distributed, memory, proof
+from support import data, distributed, memory
 from support.args import Args, SamplingArgs, fail
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Parameters x tokens that one core takes through a step in a second: a model of 281M parameters made
-# 16 tokens a second on two.
+# Parameters x tokens that a core takes through a step in a second: of 281M parameters, two made 16 tokens.
 CORE_SPEED = 281e6 * 16 / 2
+
+
+# What the proof compares: so many prompts, at most so much of each, and responses of so many tokens.
+PROMPTS, PROMPT_TOKENS, SAMPLES, TOKENS = 2, 64, 4, 16
+# Nats: between two orders of the same float32 sums.
+ROUNDING = 1e-3
+# SmolLM2-135M in bfloat16: with each 512th number negated, its log-probs are off by 0.35 nats, and by
+# 0.033 for rounding, as before (0.028). With each eighth, rounding alone would take 0.68.
+FLIPPED = 512
 
 
 def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
@@ -79,10 +91,8 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
     for scaling in [rope] if "rope_type" in rope else rope.values():
         original = scaling.get("original_max_position_embeddings") or text.max_position_embeddings
         if scaling["rope_type"] in ("longrope", "dynamic") and args.max_length > original:
-            fail(
-                f"--max-length {args.max_length}: with {scaling['rope_type']} positions beyond {original} the trainer's"
-                f" log-probs depend on the longest row beside them, and the sampler's do not; take at most {original}"
-            )
+            fault = f"its {scaling['rope_type']} positions depend on other rows of a batch beyond {original} tokens"
+            fail(f"--max-length {args.max_length}: {fault}; take at most {original}")
     try:
         with torch.device("meta"):
             policy = Policy(AutoModelForCausalLM.from_config(config), args.temperature)
@@ -111,10 +121,8 @@ def _misfit_on_cpu(parameters: int, args: Args) -> str | None:
         return f"without a GPU, {needed}, and {free:.1f} GiB are free; take a smaller model, or a GPU"
     tokens = args.prompts * args.group_size * args.max_length
     if (minutes := tokens * parameters / (CORE_SPEED * cores) / 60) > 1:
-        distributed.print0(
-            f"no GPU: {name} and, if all rollouts reach --max-length, {tokens:,} tokens take some"
-            f" {minutes:,.0f} minutes a step on {cores} cores; this is a rough estimate"
-        )
+        work = f"{name} and, if all rollouts reach --max-length, {tokens:,} tokens"
+        distributed.print0(f"no GPU: {work} take some {minutes:,.0f} minutes a step on {cores} cores, roughly")
     return None
 
 
@@ -127,34 +135,24 @@ def _free_memory() -> int:
 
 
 @contextlib.contextmanager
-def engine_from(
-    args: SamplingArgs, device: torch.device, vocabulary: int, tensor_parallel: int = 1
-) -> Iterator[Engine]:
+def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> Iterator[Engine]:
     """The engine that the flags ask for, taken down at the end, before the process group, which it uses."""
     try:
         engine = Engine(
-            args.model,
-            args.detect_length,
-            args.max_length,
-            args.max_num_seqs,
-            tensor_parallel=tensor_parallel,
+            max_model_len=args.max_length,
+            tensor_parallel=tp,
             number=distributed.engine_number(),
             vocabulary=vocabulary,
             dtype=working_dtype(device),
-            seed=args.seed,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_gb=args.kv_cache_gb,
-            verbose=args.verbose,
+            **args.select("model detect_length max_num_seqs seed gpu_memory_utilization kv_cache_gb verbose"),
         )
     except Exception as error:
         # Whatever vLLM raises.
         if args.verbose:
             raise
         fail(_why_no_engine(f"{type(error).__name__}: {error}", args, device))
-    try:
+    with contextlib.closing(engine):
         yield engine
-    finally:
-        engine.close()
 
 
 def _why_no_engine(error: str, args: SamplingArgs, device: torch.device) -> str:
@@ -180,9 +178,8 @@ def _why_no_engine(error: str, args: SamplingArgs, device: torch.device) -> str:
 def load(name: str, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
     """The model; ends the program unless the checkpoint has its parameters, and no others."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = AutoModelForCausalLM.from_pretrained(name, **options)
         folder, odd = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True)), []
         for path in folder.glob("model*.safetensors"):
             with safe_open(path, "pt") as file:
@@ -212,7 +209,7 @@ def load_policy(args: Args, device: torch.device, vocabulary: int, frozen: bool 
     """The model under FSDP2, to be trained or as the frozen reference of `--beta`."""
     policy = Policy(load(args.model), args.temperature, vocabulary=vocabulary)
     if not frozen:
-        proof.forward_agrees(policy, args.model)
+        forward_agrees(policy, args.model)
     checkpointing = device.type == "cuda" and not frozen
     return shard_policy(policy, device, checkpointing, offload=args.offload).requires_grad_(not frozen)
 
@@ -223,3 +220,65 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
         tensor = parameter.detach()
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield from revert_weight_conversion(model, {name: full.to(dtype)}).items()
+
+
+@torch.no_grad()
+def forward_agrees(policy: Policy, name: str) -> None:
+    """End the program if `policy`, before FSDP, is not transformers' own forward of the model `name`.
+
+    Rows differ in length: what stands beside a row must not change it.
+    """
+    kind, size = type(policy.model).__name__, policy.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(size, policy.vocabulary or size), (2, TOKENS), generator=generator)
+    samples, expected = [], []
+    for row in (ids[0, : TOKENS // 2], ids[1]):
+        samples.append(Sample(row[:4].tolist(), row[4:].tolist(), 0.0, [0.0] * (len(row) - 4)))
+        logits = policy.model(input_ids=row[None], use_cache=False).logits[0, 3:-1, : policy.vocabulary]
+        expected.append((logits.float() / policy.temperature).log_softmax(-1).gather(1, row[4:, None])[:, 0])
+    try:
+        gap = (policy(*pad(samples))[0] - torch.cat(expected)).abs().max().item()
+    except (AttributeError, TypeError) as error:
+        fail(f"--model {name}: the trainer cannot run a {kind}: {error}")
+    if not gap <= ROUNDING:
+        fail(f"--model {name}: of a {kind} the trainer's log-probs differ from transformers' by up to {gap:.3g} nats")
+
+
+@torch.no_grad()
+def sampler_follows(trainer: object) -> None:
+    """Raise SamplerGapError if the sampler's log-probs are not the trainer's after a sync of changed weights.
+
+    The next sync gives the sampler the weights back; the policy has them back here, bit for bit.
+    """
+    args, engine, policy, device = trainer.args, trainer.engine, trainer.policy, trainer.parts.device
+    prompts = dict(enumerate(prompt.token_ids[:PROMPT_TOKENS] for prompt in trainer.parts.prompts[:PROMPTS]))
+    sampling = Sampling(TOKENS, trainer.sampling.stop_token_ids, args.temperature)
+    flip(policy)
+    try:
+        engine.wake(trainer.weights())
+        with torch.random.fork_rng(devices=[]):
+            rollouts = engine.generate(prompts, SAMPLES, sampling, seed=args.seed)
+        engine.sleep()
+        samples = [Sample(prompts[r.group], r.token_ids, 0.0, r.logprobs) for r in rollouts]
+        logprobs = frozen_logprobs(policy, tuple(tensor.to(device) for tensor in pad(samples)))[0]
+    finally:
+        flip(policy)
+    sampled = torch.tensor([value for s in samples for value in s.sampler_logprobs], device=device)
+    # NaN would pass under any limit.
+    gaps = (logprobs - sampled).abs().nan_to_num(nan=math.inf)
+    largest, mean = all_reduce(torch.stack([gaps.max(), gaps.mean()]), dist.ReduceOp.MAX).tolist()
+    limits = trainer.gap_limits
+    if largest > limits[0] or mean > limits[1]:
+        gap = f"{largest:.3g} nats, {mean:.3g} on average (the limits are {limits[0]:.3g} and {limits[1]:.3g})"
+        fault = "the sampler's log-probs are not the trainer's and transformers' after a weight sync: off by up to"
+        raise SamplerGapError(f"--model {args.model}: of a {type(policy.model).__name__} {fault} {gap}")
+
+
+@torch.no_grad()
+def flip(policy: Policy) -> None:
+    """Negate each `FLIPPED`-th number of every parameter, in place; twice is not at all."""
+    # They start apart: no change in one parameter can undo that in the next.
+    for number, parameter in enumerate(policy.parameters()):
+        shard: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        step = max(1, min(FLIPPED, shard.numel()))
+        shard.view(-1)[number % step :: step].neg_()

@@ -1,4 +1,4 @@
-"""What a run leaves for people: metrics.jsonl, rollouts.jsonl, a progress bar, warnings, the table at the end."""
+"""What a run leaves for people: metrics.jsonl, rollouts.jsonl, a progress bar, warnings, tables, pictures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -22,7 +23,9 @@ from support.args import Args
 from support.data import Prompt
 from support.distributed import gather, rank
 from support.metrics import Metrics
-from support.pictures import plot_rollouts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Of metrics whose name does not begin with that of their group; the others are about rollouts.
 GROUPS = {
@@ -32,6 +35,8 @@ GROUPS = {
     "head": "prior ece scores_rejected",
     "loss": "loss kl entropy grad_norm clip_low clip_high lr gap_mean gap_max optimizer_steps skipped nonfinite",
 }
+ROLLOUT_FIELDS = "group sample finish tail answer verdict score posterior survival advantage".split()
+COLORS = {"right": "tab:green", "wrong": "tab:red", "no answer": "tab:orange", None: "lightgray"}
 
 
 class Clock:
@@ -52,7 +57,7 @@ class Clock:
         return {f"time_{phase}": value for phase, value in seconds.items()}
 
 
-class RunLog:
+class RunLog(contextlib.AbstractContextManager):
     """The files of a run folder, the tracker and the progress bar; all of them on rank 0 alone.
 
     resumed_step: lines of later steps, left by the interrupted run, are dropped first.
@@ -63,20 +68,17 @@ class RunLog:
         self.warnings, self.last_group = Warnings(), []
         if self.write:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in (self.folder / "metrics.jsonl", self.folder / "rollouts.jsonl"):
-                kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step else []
+            for file in ("metrics.jsonl", "rollouts.jsonl"):
+                kept = [m for m in load_metrics(self.folder, file) if m["step"] <= resumed_step] if resumed_step else []
                 # Never truncate the only copy.
-                temporary = path.with_name(f".{path.name}")
+                temporary = self.folder / f".{file}"
                 temporary.unlink(missing_ok=True)
                 _append(temporary, kept)
-                temporary.replace(path)
+                temporary.replace(self.folder / file)
         # Now that the folder is there: wandb would write elsewhere without a word.
         self.track, self.close_tracker = _tracker(args.tracker if self.write else "none", self.folder, args)
         options = {"unit": "step", "dynamic_ncols": True, "disable": not self.write}
         self.bar = tqdm(total=args.steps, initial=resumed_step or 0, desc=name, **options)
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.bar.close()
@@ -136,28 +138,13 @@ class Warnings:
 
 def rollout_rows(step: int, prompts: dict[int, Prompt], rollouts: Iterable[Rollout]) -> list[dict]:
     """The lines of rollouts.jsonl."""
-
-    def finite(value: float | None) -> float | None:
-        return value if value is not None and math.isfinite(value) else None
-
-    return [
-        {
-            "step": step,
-            "prompt": prompts[r.group].problem.id,
-            "group": r.group,
-            "sample": r.sample,
-            "tokens": len(r.token_ids),
-            "finish": r.finish,
-            "tail": r.tail,
-            "answer": r.answer,
-            "gold": prompts[r.group].problem.answer,
-            "verdict": r.verdict,
-            **{name: finite(getattr(r, name)) for name in ("score", "posterior", "survival")},
-            "pruned": r.finish == "pruned",
-            "advantage": r.advantage,
-        }
-        for r in rollouts
-    ]
+    rows = []
+    for r in rollouts:
+        problem = prompts[r.group].problem
+        row = {"step": step, "prompt": problem.id, "gold": problem.answer, "tokens": len(r.token_ids)}
+        row |= {name: getattr(r, name) for name in ROLLOUT_FIELDS} | {"pruned": r.finish == "pruned"}
+        rows.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()})
+    return rows
 
 
 def memory_in_use() -> float:
@@ -206,23 +193,16 @@ def _append(path: Path, rows: list[dict]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _lines(path: Path) -> list[dict]:
-    """The complete lines of a JSONL file; a last one that was cut off by a crash is left out."""
-    if not path.exists():
+def load_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The complete lines of a run's file, if it is there; a last one that was cut off by a crash is left out."""
+    if not (folder / name).exists():
         return []
     # Not splitlines: U+2028 inside a string is no line end.
-    with path.open(encoding="utf-8", newline="\n") as file:
+    with (folder / name).open(encoding="utf-8", newline="\n") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
-def load_metrics(folder: Path) -> list[Metrics]:
-    """The lines of a run's metrics.jsonl."""
-    return _lines(folder / "metrics.jsonl")
-
-
-# ------------------------------------------------------------------ the table at the end
-
-# Row -> metric, format, whether the runs' ratio says something.
+# Of the table at the end: row -> metric, format, whether the runs' ratio says something.
 ROWS = {
     **{f"{phase}, s": (f"time_{phase}", ".3f", True) for phase in "generate grade logprob update head sync".split()},
     "whole step, s": ("time_step", ".3f", True),
@@ -246,12 +226,11 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
         comparable = compared and len(runs) > 1 and all(value > 0 for value in values)
         ratio = f"{values[0] / values[-1]:.2f}x" if comparable else ""
         table.append([label, *("-" if math.isnan(value) else format(value, form) for value in values), ratio])
-    keys = dict.fromkeys(key for lines in runs.values() for m in lines for key in m if key.startswith("eval/"))
+    evaluated = [(name, m) for name, lines in runs.items() for m in lines if any(key.startswith("eval/") for key in m)]
+    keys = dict.fromkeys(key for _, m in evaluated for key in m if key.startswith("eval/"))
     scores = [["evaluation", "step", *(key.removeprefix("eval/").replace("/", " ") for key in keys)]]
-    for name, lines in runs.items():
-        for m in lines:
-            if not keys.keys().isdisjoint(m):
-                scores.append([name, f"{m['step']:.0f}", *(f"{m[key]:.3f}" if key in m else "-" for key in keys)])
+    for name, m in evaluated:
+        scores.append([name, f"{m['step']:.0f}", *(f"{m[key]:.3f}" if key in m else "-" for key in keys)])
     return aligned(table) + (f"\n\n{aligned(scores)}" if keys else "")
 
 
@@ -264,8 +243,73 @@ def _median(lines: list[Metrics], key: str) -> float:
 def aligned(rows: list[list[str]]) -> str:
     """Rows in columns, the first to the left and the others to the right, below a heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    padded = [[cell.rjust(width) for cell, width in zip(row, widths)] for row in rows]
+    heading, *lines = ("  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded))
+    return "\n".join([heading, "-" * len(heading), *lines])
+
+
+@contextlib.contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Axes]:
+    """Draw in the block, without a screen; then the PNG is written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    yield axes
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_reward(runs: dict[str, list[Metrics]], path: Path) -> None:
+    """Mean reward of all rollouts against seconds of training; thin: each step, thick: mean of 5 steps."""
+    with picture(path, 7, 4.2) as axes:
+        for (name, lines), color in zip(runs.items(), ("tab:gray", "tab:blue")):
+            steps = [m for m in lines if "reward" in m]
+            seconds, reward = [m["wall_clock"] for m in steps], [m["reward"] for m in steps]
+            smooth = [statistics.mean(reward[max(0, i - 4) : i + 1]) for i in range(len(reward))]
+            axes.plot(seconds, reward, color=color, alpha=0.3, linewidth=0.8)
+            axes.plot(seconds, smooth, color=color, linewidth=2, label=name)
+        axes.set(xlabel="wall-clock time of training (s)", ylabel="mean reward of all rollouts")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+
+
+def plot_rollouts(rows: list[dict], detect_length: int, path: Path) -> None:
+    """A group of rollouts: a bar over the tokens of each, grey and cut off where it was pruned.
+
+    rows: lines of rollouts.jsonl, see `report.rollout_rows`. Beside a bar, where it was scored:
+    score s', posterior q, survival probability p.
+    """
+    longest, seen = max(detect_length, *(row["tokens"] for row in rows)), set()
+    with picture(path, 9, 1.2 + 0.3 * len(rows)) as axes:
+        for place, row in enumerate(rows):
+            kind = "pruned" if row["pruned"] else row["verdict"] or "not judged"
+            color = COLORS.get(row["verdict"], "tab:purple")
+            axes.barh(place, row["tokens"], 0.7, color=color, label=None if kind in seen else kind)
+            seen.add(kind)
+            if row["pruned"]:
+                axes.plot(row["tokens"], place, marker="x", color="black")
+            if row["score"] is not None:
+                numbers = f"s′ {row['score']:.2f}   q {row['posterior']:.2f}   p {row['survival']:.2f}"
+                axes.text(1.02 * longest, place, numbers, va="center", family="monospace", fontsize=8)
+        axes.axvline(detect_length, color="black", linestyle=":", linewidth=1)
+        axes.set(xlim=(0, 1.4 * longest), xlabel="tokens (dotted: L_detect)")
+        axes.set_yticks(range(len(rows)), [str(row["sample"]) for row in rows], fontsize=8)
+        axes.set(ylabel="rollout", title=f"step {rows[0]['step']}: {rows[0]['prompt']}"[:100])
+        axes.invert_yaxis()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8, frameon=False)
+
+
+def plot_votes(name: str, sizes: list[int], curve: dict[str, list[float]], path: Path) -> None:
+    """Accuracy on the set `name` against the number of candidates, a line for each voting rule."""
+    strong = {"majority": "black", "ARRoL": "tab:red", "oracle": "gray"}
+    with picture(path, 8, 5) as axes:
+        for rule, values in curve.items():
+            width, style = 2.5 if rule in strong else 1, "--" if "top" in rule else "-"
+            axes.plot(sizes, values, style, marker=".", color=strong.get(rule), linewidth=width, label=rule)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, sizes)
+        axes.set(xlabel="candidates per problem", ylabel="accuracy", title=name)
+        axes.legend(fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")

@@ -21,19 +21,17 @@ COLUMNS = ("#", "score", "q", "p", "kept", "verdict", "answer", "tokens", "tail"
 
 def read(folder: Path, step: int | None, group: int | None) -> list[dict]:
     """A group of rollouts.jsonl, of the newest step and the first group in it where none is named."""
-    path, steps = folder / "rollouts.jsonl", {}
+    path, steps, number = folder / "rollouts.jsonl", {}, 0
     try:
-        # Not splitlines: U+2028 inside a string is no line end.
-        lines = path.read_text("utf-8").split("\n")
-    except OSError as error:
-        fail(f"{path}: {error.strerror}; name the folder of a run of arrol.py")
-    # The last one is empty, or was cut off by a crash.
-    for number, line in enumerate(lines[:-1], 1):
-        try:
+        # Not splitlines: U+2028 inside a string is no line end. The last one is empty, or was cut off by a crash.
+        for line in path.read_text("utf-8").split("\n")[:-1]:
+            number += 1
             row = json.loads(line)
             steps.setdefault(row["step"], {}).setdefault(row["group"], []).append(row)
-        except (ValueError, KeyError, TypeError):
-            fail(f"{path}: line {number} is no rollout of arrol.py")
+    except OSError as error:
+        fail(f"{path}: {error.strerror}; name the folder of a run of arrol.py")
+    except (ValueError, KeyError, TypeError):
+        fail(f"{path}: line {number} is no rollout of arrol.py")
     if not steps:
         fail(f"{path}: it is empty; a step writes to it when it ends, unless --log-rollouts is none")
     step = max(steps) if step is None else step
@@ -62,9 +60,9 @@ def table(folder: Path, rows: list[dict], asked: list[str], width: int) -> list[
     room = max(width - len(left[0]) - 2, len(COLUMNS[-1]))
     tails = [COLUMNS[-1], *(one_line(row["tail"])[-room:] for row in shown)]
     first = rows[0]
-    head = [f"{folder}, step {first['step']}, group {first['group']}: {len(shown)} of {len(rows)} rollouts"]
-    head += [one_line(f"gold {first['gold']}, problem {first['prompt']}"), ""]
-    return [line[:width] for line in head] + [f"{cells}  {tail}" for cells, tail in zip(left, tails)]
+    place = f"{folder}, step {first['step']}, group {first['group']}: {len(shown)} of {len(rows)} rollouts"
+    head = [place[:width], one_line(f"gold {first['gold']}, problem {first['prompt']}")[:width], ""]
+    return head + [f"{cells}  {tail}" for cells, tail in zip(left, tails)]
 
 
 def one_line(text: str) -> str:

@@ -1,8 +1,6 @@
 """What `tts.py` does: sample n answers to each problem, judge them, let them vote (App. A.2).
 
-Prints avg@n, pass@k, maj@n and a row for each of `tts.RULES`, with 95% intervals over problems.
-Leaves them in `scores.json`, candidates in `candidates.jsonl`, and accuracy against their number in
-`votes.png`. With `--early-stop`, the quality head stops the same candidates at L_detect.
+With `--early-stop`, it samples again, and the quality head stops candidates at L_detect.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from support.checkpoint import load_head
 from support.distributed import start_process_group
 from support.grader import Grader
 from support.model import engine_from, load, load_tokenizer, vocabulary
-from support.pictures import plot_votes
+from support.report import aligned, plot_votes
 
 
 @dataclasses.dataclass
@@ -119,14 +117,11 @@ class Sampler:
         signals = tts.trace_signals(traces, logprobs, window, self.vocabulary)
         if self.head is not None:
             signals["head"] = self.head(torch.stack([r.last_state for r in rollouts])).tolist() if rollouts else []
-        signals = {name: _finite(values) for name, values in signals.items()}
+        for name, values in signals.items():
+            # What overflowed becomes the lowest of the others, or 0: no rule could rank it.
+            least = min(filter(math.isfinite, values), default=0.0)
+            signals[name] = [value if math.isfinite(value) else least for value in values]
         return Candidates(rollouts, classes, signals, right, [r.verdict for r in rollouts].count("right"))
-
-
-def _finite(values: list[float]) -> list[float]:
-    """What overflowed becomes the lowest of the others, or 0: no rule could rank it."""
-    least = min(filter(math.isfinite, values), default=0.0)
-    return [value if math.isfinite(value) else least for value in values]
 
 
 class KeepBetter:
@@ -240,8 +235,8 @@ def write_candidates(path: Path, sampler: Sampler, problems: Sequence[Candidates
             for i, rollout in enumerate(one.rollouts):
                 problem = sampler.prompts[rollout.group].problem
                 row = {"problem": problem.id, "gold": problem.answer, "candidate": i, "class": one.classes[i]}
-                row |= {"answer": rollout.answer, "verdict": rollout.verdict}
-                row |= {"tokens": len(rollout.token_ids), "finish": rollout.finish}
+                row |= {name: getattr(rollout, name) for name in ("answer", "verdict", "finish")}
+                row["tokens"] = len(rollout.token_ids)
                 row |= {key: {name: values[i] for name, values in table.items()} for key, table in tables.items()}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -252,9 +247,9 @@ def show(results: dict) -> str:
     saved = stopped.pop("tokens saved", 0.0)
     rows = results["samples"] | results["votes"] | {f"stopped early: {name}": score for name, score in stopped.items()}
     names = {"majority": f"maj@{n}", "oracle": f"oracle (pass@{n})"}
-    lines = [f"{'':34s} accuracy   95% interval over problems"]
-    for name, score in rows.items():
-        lines.append(f"{names.get(name, name):34s} {score['value']:8.3f}   {score['low']:.3f} - {score['high']:.3f}")
-    lines += [f"{'stopped early: tokens saved':34s} {saved:8.1%}"] if stopped else []
-    lines += ["", ", ".join(f"{count:,} {name}" for name, count in results["counts"].items())]
-    return "\n".join(lines)
+    table = [["", "accuracy", "95% interval over problems"]]
+    for name, s in rows.items():
+        table.append([names.get(name, name), f"{s['value']:.3f}", f"{s['low']:.3f} - {s['high']:.3f}"])
+    table += [["stopped early: tokens saved", f"{saved:.1%}", ""]] if stopped else []
+    counts = ", ".join(f"{count:,} {name}" for name, count in results["counts"].items())
+    return f"{aligned(table)}\n\n{counts}"

@@ -28,8 +28,9 @@ from support.distributed import rank
 # 40 rollouts and about 900 prompt tokens a step: vLLM starts them all at once, so that no group
 # arrives in portions.
 FLAGS = (
-    "--prompts 5 --group-size 8 --steps 4 --cold-start 1 --warmup-steps 0 --lr 1e-4 --rollout-seeds --log-rollouts all "
-    "--eval-problems 9 --eval-n 1 --baseline-steps 0 --max-num-seqs 64 --kv-cache-gb 0.25 --checkpoint-every 2"
+    "--prompts 5 --group-size 8 --steps 4 --cold-start 1 --warmup-steps 0 --lr 1e-4 --minibatches 2 --rollout-seeds "
+    "--eval-problems 9 --eval-n 1 --baseline-steps 0 --max-num-seqs 64 --kv-cache-gb 0.25 --checkpoint-every 2 "
+    "--log-rollouts all"
 ).split()
 OTHERS = {
     "dapo": {"algo": "dapo", "prompts": 3, "steps": 2, "max_refills": 2, "survival": "systematic", "minibatches": 1},

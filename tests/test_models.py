@@ -19,7 +19,7 @@ import arrol
 from arrol import Trainer
 from engine import Engine, EngineError, Rollout, Sampling
 from grpo import Policy, SamplerGapError
-from support import data, model, proof
+from support import data, model
 from support.args import TINY, parse, parse_tts
 from support.grader import Grader
 from support.launch import Parts, quiet
@@ -336,10 +336,10 @@ def test_the_proof_leaves_weights_and_randomness_as_they_are(trainer: Callable[.
     trained = trainer(llama)
     before = {name: tensor.clone() for name, tensor in trained.weights()}
     state = torch.get_rng_state()
-    proof.sampler_follows(trained)
+    model.sampler_follows(trained)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in trained.weights())
-    proof.flip(trained.policy)
+    model.flip(trained.policy)
     changed = dict(trained.weights())
     assert not any(torch.equal(before[name], tensor) for name, tensor in changed.items())
 
@@ -360,10 +360,10 @@ def test_a_trainer_that_is_not_transformers_is_refused(
 ) -> None:
     """A forward that ends otherwise than the trainer's: both would agree with a sampler that has the same gap."""
     policy = Policy(model.load(str(llama)), 0.7)
-    proof.forward_agrees(policy, str(llama))
+    model.forward_agrees(policy, str(llama))
     own = Policy.forward
     monkeypatch.setattr(Policy, "forward", lambda self, *inputs: tuple(1.01 * values for values in own(self, *inputs)))
-    assert "LlamaForCausalLM the trainer's log-probs" in refused(capsys, proof.forward_agrees, policy, str(llama))
+    assert "LlamaForCausalLM the trainer's log-probs" in refused(capsys, model.forward_agrees, policy, str(llama))
 
 
 def test_a_sync_must_bring_each_tensor_and_no_other(make_engine: Callable[..., Engine], tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from engine import Rollout
 from support.args import parse
 from support.data import Problem, Prompt
 from support.metrics import rollout_metrics
-from support.pictures import plot_reward, plot_rollouts
-from support.report import RunLog, Warnings, load_metrics, rollout_rows, summary
+from support.report import RunLog, Warnings, load_metrics, plot_reward, plot_rollouts, rollout_rows, summary
 
 
 def rollout(
