@@ -82,7 +82,7 @@ class Estimate:
             2 * (s.root if ranks > 1 else s.head),
             # A layer's own copy, and the buffers of the last one and the next one.
             tokens * s.forward + 2 * s.layer + 2 * buffer,
-            tokens * 4 * s.hidden + 3 * chunk,
+            tokens * 4 * s.hidden + 2 * chunk,
         )
         update = max(
             # lm_head: the final norm, the response states, their gradient, and lm_head's so far.
