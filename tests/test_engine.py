@@ -417,8 +417,8 @@ def test_token_confidence_by_hand() -> None:
 
 
 def test_asynchronous_scheduling_changes_nothing(make_engine: Callable[..., Engine]) -> None:
-    """With a generator for each rollout: tokens, states, H_t and decisions are the same bit for bit,
-    and what is dropped has cost one token more."""
+    """With a generator for each rollout: tokens and decisions are the same; log-probs, H_t and states
+    too, but for the rounding of other batch sizes. What is dropped has cost one token more."""
     pruner, found = Keep(lambda number: number % 3 > 0), []
     for asynchronous in (False, True):
         engine = make_engine(asynchronous=asynchronous, max_num_seqs=16)
@@ -426,10 +426,11 @@ def test_asynchronous_scheduling_changes_nothing(make_engine: Callable[..., Engi
         found.append(engine.generate(PROMPTS, 6, SAMPLING, seed=3, pruner=pruner, **arguments))
         pruner.shown.clear()
     for synchronous, r in zip(*found, strict=True):
+        assert (r.token_ids, r.finish) == (synchronous.token_ids, synchronous.finish)
         assert r.late == (r.finish == "pruned") and synchronous.late == 0
-        assert (r.token_ids, r.logprobs, r.finish) == (synchronous.token_ids, synchronous.logprobs, synchronous.finish)
-        assert r.confidences == synchronous.confidences
-        for name in ("detect_state", "last_state"):
-            state, expected = getattr(r, name), getattr(synchronous, name)
-            assert (state is None and expected is None) or torch.equal(state, expected)
+        for name in ("logprobs", "confidences", "detect_state", "last_state"):
+            value, expected = getattr(r, name), getattr(synchronous, name)
+            assert (value is None) == (expected is None)
+            if value is not None:
+                torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(expected), atol=1e-4, rtol=1e-5)
     assert {r.finish for r in found[0]} >= {"stop", "pruned"}

@@ -118,7 +118,9 @@ def test_a_run_keeps_its_ratio_and_its_sampler_in_step(trainer: Callable[..., Tr
     assert [line["pruning"] for line in lines] == [False] * 3 + [True] * 30
     rate = sum(line["scored"] * line["keep_ratio"] for line in lines[3:]) / sum(line["scored"] for line in lines[3:])
     assert abs(rate - 0.5) < 0.03
-    assert max(line["gap_max"] for line in lines) < 1e-3
+    # none in a step in which the first rollout of every group was pruned
+    gaps = [line["gap_max"] for line in lines if "gap_max" in line]
+    assert len(gaps) > 25 and max(gaps) < 1e-3
     # the sync had something to do after every step, but for those in which all groups were dead
     assert all(line["optimizer_steps"] > 0 or line["zero_variance_after"] == 1 for line in lines)
     assert lines[3]["tokens_trained"] < lines[3]["tokens_generated"]
