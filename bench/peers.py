@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# What imports support/ is in functions: it sets how OpenMP waits, and TRL is to run as it comes.
+# What imports support/ is in functions: it sets how OpenMP waits, and TRL is to run as it comes, in this.
+ENVIRONMENT = dict(os.environ)
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS, GROUP, MAX_LENGTH, WARM_UP = 16, 16, 256, 3
 KINDS = ("TRL", "GRPO", "ARRoL")
@@ -92,11 +93,8 @@ def child(kind: str, count: int, seed: int) -> None:
 
 def run(kind: str, python: str, steps: int, seed: int) -> dict:
     """`child` in a process of its own; ends this program if it fails."""
-    # This one has imported support/, whose choices are not TRL's.
-    own = ("OMP_WAIT_POLICY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCH_CPP_LOG_LEVEL")
-    environment = {name: value for name, value in os.environ.items() if name not in own}
     command = [python, "-m", "bench.peers", "--child", kind, str(steps), str(seed)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{kind}: ended with status {done.returncode}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

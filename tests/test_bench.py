@@ -8,7 +8,9 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -331,6 +333,22 @@ def test_peers_are_compared_turn_by_turn() -> None:
 def test_a_peer_that_cannot_run_ends_the_table() -> None:
     with pytest.raises(SystemExit, match="TRL: ended with status"):
         peers.run("TRL", sys.executable, 0, 0)
+
+
+def test_a_peer_is_not_given_what_support_sets() -> None:
+    """TRL runs as it comes: how OpenMP waits, and the like, is this program's choice."""
+    script = """
+import os
+before = dict(os.environ)
+from bench import peers
+import support
+print([name for name in os.environ if name not in before], peers.ENVIRONMENT == before)
+"""
+    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCH_CPP_LOG_LEVEL")
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=peers.ROOT, env=environment, capture_output=True, text=True)
+    assert "ONEDNN" in done.stdout and done.stdout.strip().endswith("True"), done.stderr
 
 
 def test_trainer_and_bare_have_the_same_gradient() -> None:
