@@ -10,7 +10,6 @@ order rotates from round to round.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -22,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from bench.runs import code_version, machine, results_parser
-from bench.tables import described, markdown
+from bench.tables import described, markdown, save
 from engine import Decision, Engine, Sampling
 from quality_head import QualityHead
 from support.args import TINY
@@ -111,18 +110,15 @@ def main() -> None:
     own = parser.parse_args()
     hidden_size = AutoConfig.from_pretrained(own.model).get_text_config().hidden_size
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    lines, results = [["slots", "", "tokens/s", "beside", "ratio (quartiles)"]], {}
+    lines, seconds = [["slots", "", "tokens/s", "beside", "ratio (quartiles)"]], {}
     for slots in own.slots:
         engine = Engine(own.model, max(1, own.tokens // 4), own.tokens + 32, slots, dtype=dtype)
-        found = results[slots] = measure(kinds(engine, slots, own.tokens, KeepAll(hidden_size)), own.rounds)
+        found = seconds[slots] = measure(kinds(engine, slots, own.tokens, KeepAll(hidden_size)), own.rounds)
         engine.close()
         lines += rows(slots, own.tokens, found)
-    made = f"{own.rounds} rounds, {own.tokens} tokens, {described(machine())}, code {code_version()}"
-    text = f"## The engine beside vLLM's own loop\n\n{markdown(lines)}\n\n{made}\n"
-    own.results.mkdir(parents=True, exist_ok=True)
-    (own.results / "engine.md").write_text(text, "utf-8")
-    (own.results / "engine.json").write_text(json.dumps({"machine": machine(), "seconds": results}, indent=2) + "\n")
-    print(text)
+    made = {"machine": machine(), "code": code_version(), "rounds": own.rounds, "tokens": own.tokens}
+    results = made | {"seconds": seconds}
+    save("engine", own.results, results, table=markdown(lines), measured_on=described(results["machine"]))
 
 
 if __name__ == "__main__":
