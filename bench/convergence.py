@@ -65,14 +65,15 @@ def table(found: dict[str, dict[str, Estimate]]) -> str:
 def main() -> None:
     plan, _ = read_flags(run_parser(__doc__))
     runs = train(plan, METHODS)
-    found = compare(runs)
-    figure, (axes,) = new_figure(f"reward of all rollouts, mean of {SMOOTH} steps, against time of training")
-    for method, some in runs.items():
-        plot_seeds(axes, method, COLORS[method], [smoothed(run) for run in some])
-    axes.set(xlabel="seconds of training", ylabel="mean reward")
-    axes.legend(loc="lower right")
-    results = {"methods": found, "smoothed_over_steps": SMOOTH}
-    publish("convergence", plan, runs, results, figure, table=table(found))
+    found = {regime: compare(of) for regime, of in runs.items()}
+    figure, panels = new_figure(*(f"{regime}: reward of all rollouts, mean of {SMOOTH} steps" for regime in runs))
+    for axes, of in zip(panels, runs.values(), strict=True):
+        for method, some in of.items():
+            plot_seeds(axes, method, COLORS[method], [smoothed(run) for run in some])
+        axes.set(xlabel="seconds of training", ylabel="mean reward")
+    panels[0].legend(loc="lower right")
+    results = {"regimes": found, "smoothed_over_steps": SMOOTH}
+    publish("convergence", plan, runs, results, figure, table={regime: table(of) for regime, of in found.items()})
 
 
 if __name__ == "__main__":

@@ -46,17 +46,22 @@ def main() -> None:
     if any(word.split("=")[0] == "--keep-ratio" for word in plan.flags):
         fail("--keep-ratio: this table sets it; leave it out")
     runs = train(plan, list(METHODS.values()))
-    found = {str(k): estimates(map(against, runs["GRPO"], runs[method])) for k, method in METHODS.items()}
+    found = {
+        regime: {str(k): estimates(map(against, of["GRPO"], of[method])) for k, method in METHODS.items()}
+        for regime, of in runs.items()
+    }
     figure, panels = new_figure("accuracy at equal steps", "speed-up of the whole run")
     for axes, key in zip(panels, ("avg", "speed-up")):
-        known = {k: found[str(k)][key] for k in METHODS if key in found[str(k)]}
-        for k, one in known.items():
-            axes.plot([k] * len(one.values), one.values, ".", color="tab:blue", alpha=0.4)
-        axes.plot(list(known), [one.mean for one in known.values()], color="tab:blue", linewidth=2.2, label="here")
+        for color, (regime, of) in zip(("tab:blue", "tab:orange"), found.items()):
+            known = {k: of[str(k)][key] for k in METHODS if key in of[str(k)]}
+            for k, one in known.items():
+                axes.plot([k] * len(one.values), one.values, ".", color=color, alpha=0.4)
+            axes.plot(list(known), [one.mean for one in known.values()], color=color, linewidth=2.2, label=regime)
         axes.set(xlabel="κ")
     panels[1].plot(list(PAPER), [speedup for _, speedup in PAPER.values()], "--", color="gray", label="paper")
     panels[1].legend()
-    publish("keep_ratio", plan, runs, {"keep_ratios": found, "paper": PAPER}, figure, table=table(found))
+    tables = {regime: table(of) for regime, of in found.items()}
+    publish("keep_ratio", plan, runs, {"regimes": found, "paper": PAPER}, figure, table=tables)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""bench/RESULTS.md from bench/results: differences from the paper, targets, tables, pictures.
+"""bench/RESULTS.md from bench/results: what pruning gains, differences from the paper, targets, tables.
 
     python -m bench.report
 
-Whether a target is met is computed. bench/results/differences.md is written by hand.
+Whether a target is met is computed. gains.md and differences.md in bench/results are written by hand.
 """
 
 from __future__ import annotations
@@ -14,12 +14,24 @@ from pathlib import Path
 
 from bench.runs import results_parser
 
-ORDER = ("accuracy", "convergence", "speed", "pruning", "keep_ratio", "voting", "head", "theory")
-ACCURACY, VOTE = ("accuracy", "pairs", "GRPO"), ("voting", "methods", "GRPO + ARRoL")
+ORDER = ("accuracy", "dapo", "convergence", "speed", "pruning", "keep_ratio", "voting", "head", "theory")
+BY_HAND = {
+    "gains": "What a user gains, and when not to prune",
+    "differences": "What came out differently from the paper",
+}
+ACCURACY, VOTE = ("accuracy", "regimes"), ("voting", "methods", "GRPO + ARRoL")
 # What is wanted, the path to its estimate (file, then keys), the least of it, how to print it.
 TARGETS: list[tuple[str, tuple[str, ...], float, str]] = [
-    ("ARRoL − GRPO, accuracy at equal steps, at least 0", (*ACCURACY, "avg, equal steps, difference"), 0.0, "+.3f"),
-    ("ARRoL − GRPO, accuracy at equal time, above 0", (*ACCURACY, "avg, equal time, difference"), 0.0, "+.3f"),
+    *(
+        (
+            f"ARRoL − GRPO, accuracy at equal {axis}, {regime}, {least}",
+            (*ACCURACY, regime, "GRPO + ARRoL", f"equal {axis}"),
+            0.0,
+            "+.3f",
+        )
+        for axis, least in (("steps", "at least 0"), ("time", "above 0"))
+        for regime in ("sums", "long sums")
+    ),
     ("whole step at least 1.6 × faster", ("speed", "phases", "step", "ratio"), 1.6, ".2f"),
     ("E[ρ̂(1 − ρ̂)], ARRoL − random, runs of their own, above 0", ("pruning", "difference", "rho_variance"), 0.0, "+.3f"),
     ("the same on the same rollouts, above 0", ("pruning", "above_random", "ARRoL", "rho_variance"), 0.0, "+.3f"),
@@ -69,8 +81,8 @@ def assemble(folder: Path) -> str:
         "The paper's tables and figures by `make bench`, on the embedded model unless flags name another.",
         "",
     ]
-    if differences := tables.pop("differences", ""):
-        lines += ["## What came out differently from the paper", "", differences, ""]
+    for name, heading in BY_HAND.items():
+        lines += [f"## {heading}", "", tables.pop(name, "Not written yet."), ""]
     lines += ["## Targets", "", *targets(found), ""]
     for name in [*(name for name in ORDER if name in tables), *(name for name in tables if name not in ORDER)]:
         lines += [tables[name], ""]

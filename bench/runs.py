@@ -1,12 +1,14 @@
 """The training runs that the tables share: trained once, kept in bench/runs.
 
     plan, _ = read_flags(run_parser(__doc__))
-    runs = train(plan, ["GRPO", "GRPO + ARRoL"])    name of the method -> one run for each seed
+    runs = train(plan, ["GRPO", "GRPO + ARRoL"])    regime -> name of the method -> one run for each seed
     python -m bench.runs                            trains all of them
 
-A method is a few flags of arrol.py; its runs share all other flags, data, evaluation and seeds.
-Seeds are the outer loop: a machine that gets slower does so for all methods. A run that ended is
-not trained again. One that failed or was interrupted ends the program; the same command resumes it.
+A method is a few flags of arrol.py; its runs share all other flags, data, evaluation and seeds. On
+the embedded model there are two regimes, and each core of a CPU has a run of its own, timed in
+seconds of that core (`bench.one_core`). Seeds are the outer loop and methods the inner one: a
+machine that gets slower does so for all methods. A run that ended is not trained again. One that
+failed or was interrupted ends the program; the same command resumes it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -26,11 +29,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from support.args import TINY, Args, fail, parse
 from support.report import Metrics, load_metrics
@@ -39,6 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 METHODS = {
     "GRPO": "--algo grpo --prune none",
     "GRPO + ARRoL": "--algo grpo --prune arrol",
+    "GRPO + ARRoL, focus 4": "--algo grpo --prune arrol --focus 4",
+    "GRPO, G = 8": "--algo grpo --prune none --group-size 8",
     "DAPO": "--algo dapo --prune none",
     "DAPO + ARRoL": "--algo dapo --prune arrol",
     "GRPO + random": "--algo grpo --prune random",
@@ -47,14 +54,16 @@ METHODS = {
     "GRPO + ARRoL, κ = 0.25": "--algo grpo --prune arrol --keep-ratio 0.25",
     "GRPO + ARRoL, κ = 0.75": "--algo grpo --prune arrol --keep-ratio 0.75",
 }
-# Twice as many rollouts as slots, so that others take the place of pruned ones: on a CPU a step of
-# vLLM takes about as long with half of the rows. 24 runs of 2 to 4 minutes on 2 idle cores.
-EMBEDDED = (
-    "--steps 15 --prompts 32 --minibatches 4 --lr 5e-5 --cold-start 3 --eval-problems 100 --eval-every 5"
-    " --max-num-seqs 256"
-)
-EVALUATION = "--baseline-steps 0 --eval-n 16"
-RECORD = "run.json"
+# Of the embedded model: its defaults, where 48% of the answers are right at the start and steps are
+# what learning lacks; and longer sums in small batches, 26% right, where the gradient is noisy. More
+# rollouts than slots in both, so that others take the place of pruned ones: on a CPU a step of vLLM
+# takes about as long with half of the rows.
+REGIMES = {
+    "sums": "--eval-every 6",
+    "long sums": "--dataset sums:6-10:15 --prompts 8 --max-num-seqs 64 --steps 40 --cold-start 5 --eval-every 10",
+}
+EVALUATION = "--baseline-steps 0 --eval-n 8"
+RECORD, LOG = "run.json", "output.log"
 
 
 @dataclass(frozen=True)
@@ -63,18 +72,27 @@ class Plan:
 
     seeds: list[int]
     flags: list[str]
+    # name -> its flags; those of the command line go before
+    regimes: dict[str, list[str]]
     runs: Path
     results: Path
 
-    def run_flags(self, method: str, seed: int) -> list[str]:
-        return [*self.flags, *METHODS[method].split(), "--log-rollouts", "all", "--seed", str(seed)]
+    @property
+    def cores(self) -> list[int | None]:
+        """Those that runs of the embedded model have for themselves; a larger model has all of them."""
+        return [None] if names_model(self.flags) else sorted(os.sched_getaffinity(0))
 
-    def folder(self, method: str, seed: int) -> tuple[Path, Args]:
+    def run_flags(self, regime: str, method: str, seed: int) -> list[str]:
+        # Of a flag that is there twice the last one counts.
+        common = [*EVALUATION.split(), *self.regimes[regime], *self.flags, *METHODS[method].split()]
+        return [*common, "--log-rollouts", "all", "--seed", str(seed)]
+
+    def folder(self, regime: str, method: str, seed: int) -> tuple[Path, Args]:
         """Where a run lies, and its parsed flags, of which the folder's name has a digest."""
-        args = parse(self.run_flags(method, seed))
+        args = parse(self.run_flags(regime, method, seed))
         kept = dataclasses.asdict(args) | {"output": ""} | ({"model": "tiny"} if args.model == str(TINY) else {})
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
-        name = re.sub(r"[^a-z0-9.]+", "-", method.lower()).strip("-")
+        name = re.sub(r"[^a-z0-9.]+", "-", f"{regime}-{method}".lower()).strip("-")
         return self.runs / f"{name}-seed{seed}-{digest}", args
 
 
@@ -116,14 +134,16 @@ class Run:
         """Mean of a metric over the steps after the cold start that have it."""
         return statistics.fmean(line[key] for line in self.after_cold_start if key in line)
 
-    def evaluations(self) -> list[tuple[float, dict[str, float]]]:
-        """Seconds of training so far and `scores`, for each evaluation."""
-        return [(line.get("wall_clock", 0.0), scores(line)) for line in self.lines if scores(line)]
+    def curve(self, kind: str, axis: str) -> list[tuple[float, float]]:
+        """The score of each evaluation, against steps, seconds of training or tokens sampled so far."""
+        tokens = itertools.accumulate(line.get("tokens_generated", 0.0) for line in self.lines)
+        at = [{"steps": x["step"], "time": x.get("wall_clock", 0.0), "tokens": n} for x, n in zip(self.lines, tokens)]
+        known = [(where[axis], scores(line)) for where, line in zip(at, self.lines)]
+        return [(where, found[kind]) for where, found in known if found]
 
-    def score(self, kind: str, seconds: float | None = None) -> float:
-        """The last evaluation's score, or the score at a time."""
-        found = [(when, values[kind]) for when, values in self.evaluations()]
-        return found[-1][1] if seconds is None else interpolate(found, seconds)
+    def score(self, kind: str) -> float:
+        """That of the last evaluation."""
+        return self.curve(kind, "steps")[-1][1]
 
 
 def scores(line: Metrics) -> dict[str, float]:
@@ -144,7 +164,7 @@ def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     """
     times = [when for when, _ in points]
     if not times or not times[0] <= at <= times[-1]:
-        raise ValueError(f"{at} s is not within the evaluations, which are at {times} s")
+        raise ValueError(f"{at} is not within the evaluations, which are at {times}")
     return float(np.interp(at, times, [value for _, value in points]))
 
 
@@ -159,10 +179,10 @@ def results_parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     return parser
 
 
-def run_parser(doc: str) -> argparse.ArgumentParser:
+def run_parser(doc: str, seeds: Sequence[int] = range(3)) -> argparse.ArgumentParser:
     """A parser with the flags that all tables of training runs have."""
     parser = results_parser(doc, "All other flags go to arrol.py and hold for every method.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
     parser.add_argument("--runs", type=Path, default=ROOT / "bench" / "runs", help="folder of the training runs")
     return parser
 
@@ -175,32 +195,43 @@ def names_model(flags: Sequence[str]) -> bool:
 def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     """The plan, and the command's own flags."""
     own, rest = parser.parse_known_args(argv)
-    given = {word.split("=")[0] for word in rest if word.startswith("--")}
-    words = (EVALUATION + ("" if names_model(rest) else f" {EMBEDDED}")).split()
-    flags = [word for pair in zip(words[::2], words[1::2], strict=True) if pair[0] not in given for word in pair]
-    plan = Plan(own.seeds, [*flags, *rest], own.runs, own.results)
-    _, args = plan.folder("GRPO", own.seeds[0])
-    if args.steps <= args.cold_start:
-        fail(f"--steps {args.steps}: must exceed --cold-start {args.cold_start}, after which pruning begins")
+    regimes = {"model": []} if names_model(rest) else {name: words.split() for name, words in REGIMES.items()}
+    plan = Plan(own.seeds, rest, regimes, own.runs, own.results)
+    for regime in regimes:
+        _, args = plan.folder(regime, "GRPO", own.seeds[0])
+        if args.steps <= args.cold_start:
+            fail(f"--steps {args.steps}: must exceed --cold-start {args.cold_start}, after which pruning begins")
     return plan, own
 
 
 # ------------------------------------------------------------------ training
 
 
-def train(plan: Plan, methods: Sequence[str]) -> dict[str, list[Run]]:
-    """The runs of these methods, method by method; missing ones are trained first, seed by seed."""
+@dataclass(frozen=True)
+class Job:
+    """A call of arrol.py or tts.py, with its output in `folder`."""
+
+    title: str
+    program: str
+    flags: list[str]
+    folder: Path
+
+
+def train(plan: Plan, methods: Sequence[str]) -> dict[str, dict[str, list[Run]]]:
+    """Regime -> method -> its runs; missing ones are trained first, seed by seed."""
     # Parsed before anything is trained: a bad flag ends the program here.
-    todo = [(method, seed, *plan.folder(method, seed)) for seed in plan.seeds for method in methods]
-    found: dict[str, list[Run]] = {method: [] for method in methods}
-    for number, (method, seed, folder, args) in enumerate(todo, 1):
-        title = f"{number}/{len(todo)} {method}, seed {seed}"
-        if not (folder / RECORD).is_file():
-            print(f"{title}: {args.steps} steps", flush=True)
-            _train_one(plan, method, seed, title)
-        run = load(folder)
-        print(f"{title}: {run.seconds:.0f} s of training, kept in {folder}", flush=True)
-        found[method].append(run)
+    keys = [(regime, method, seed) for seed in plan.seeds for regime in plan.regimes for method in methods]
+    folders = {key: plan.folder(*key)[0] for key in keys}
+    missing = {folder: key for key, folder in folders.items() if not (folder / RECORD).is_file()}
+    print(f"{len(keys)} runs, {len(missing)} of them to be trained", flush=True)
+    code = code_version()
+    for job, seconds in run_all([_training(plan, *key, folder) for folder, key in missing.items()], plan.cores):
+        _, method, seed = missing[job.folder]
+        record = {"method": method, "seed": seed, "seconds": seconds, "machine": machine(), "code": code}
+        (job.folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False), "utf-8")
+    found: dict[str, dict[str, list[Run]]] = {regime: {method: [] for method in methods} for regime in plan.regimes}
+    for (regime, method, _), folder in folders.items():
+        found[regime][method].append(load(folder))
     return found
 
 
@@ -210,36 +241,56 @@ def load(folder: Path) -> Run:
     return Run(record["method"], record["seed"], folder, args, load_metrics(folder), record)
 
 
-def _train_one(plan: Plan, method: str, seed: int, title: str) -> None:
-    """Train, and leave a record of it."""
-    folder, _ = plan.folder(method, seed)
+def _training(plan: Plan, regime: str, method: str, seed: int, folder: Path) -> Job:
+    """What trains a run, or goes on with one."""
     flags = ["--resume", str(folder)]
     if not any(folder.glob("checkpoint-*")):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        flags = [*plan.run_flags(method, seed), "--output", str(folder)]
-    begun, code = time.monotonic(), code_version()
-    run_program("arrol.py", flags, folder, title)
-    record = {"method": method, "seed": seed, "seconds": time.monotonic() - begun, "machine": machine(), "code": code}
-    (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False), "utf-8")
+        flags = [*plan.run_flags(regime, method, seed), "--output", str(folder)]
+    return Job(f"{regime}, {method}, seed {seed}", "arrol.py", flags, folder)
 
 
-def run_program(program: str, flags: list[str], folder: Path, title: str) -> None:
-    """Run arrol.py or tts.py, its output in `folder`. Ends this program if it fails."""
+def run_all(jobs: Sequence[Job], cores: Sequence[int | None]) -> Iterator[tuple[Job, float]]:
+    """Run them, one on each of `cores` at a time (None: on all of them); yields each that ends, and
+    its seconds. One that fails ends this program, and the others with it."""
     # Without this, SIGTERM would end this program alone.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    log = folder / "output.log"
-    with log.open("w") as output:
-        command = [sys.executable, str(ROOT / program), *flags]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            status = process.wait()
-        except KeyboardInterrupt:
+    waiting, free, running = deque(jobs), list(cores), {}
+    bar = tqdm(total=len(jobs), unit="run", disable=not jobs)
+    try:
+        while waiting or running:
+            while waiting and free:
+                job, core = waiting.popleft(), free.pop()
+                running[core] = job, _start(job, core), time.monotonic()
+            time.sleep(0.1)
+            for core, (job, process, begun) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[core]
+                free.append(core)
+                if process.returncode:
+                    last = "\n".join((job.folder / LOG).read_text("utf-8", "replace").splitlines()[-2:])
+                    sys.exit(f"{job.title}: {job.program} failed, see {job.folder / LOG}\n{last}")
+                bar.update()
+                bar.set_postfix_str(job.title)
+                yield job, time.monotonic() - begun
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on")
+    finally:
+        bar.close()
+        for _, process, _ in running.values():
             process.terminate()
-            status = process.wait()
-    if status:
-        last = "\n".join(log.read_text("utf-8", "replace").splitlines()[-2:])
-        sys.exit(f"{title}: {program} ended with status {status}, see {log}\n{last}")
+        for _, process, _ in running.values():
+            process.wait()
+
+
+def _start(job: Job, core: int | None) -> subprocess.Popen:
+    """The job's process."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    alone = [] if core is None else [str(ROOT / "bench" / "one_core.py"), str(core)]
+    with (job.folder / LOG).open("w") as output:
+        command = [sys.executable, *alone, str(ROOT / job.program), *job.flags]
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
 # ------------------------------------------------------------------ what was run, and on what

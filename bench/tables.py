@@ -1,6 +1,6 @@
 """What a table is made of: means over seeds with intervals, Markdown, a picture, provenance.
 
-    publish("accuracy", plan, runs, {"pairs": found}, figure, table=markdown(rows))
+    publish("accuracy", plan, runs, found, figure, table={"sums": markdown(rows)})
 
 leaves bench/results/accuracy.json, .md and .png; the text around the table is
 bench/notes/accuracy.md. Intervals are Student's t over seeds: with three of them the half-width is
@@ -33,6 +33,8 @@ T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 COLORS = {
     "GRPO": "tab:gray",
     "GRPO + ARRoL": "tab:blue",
+    "GRPO + ARRoL, focus 4": "tab:cyan",
+    "GRPO, G = 8": "tab:brown",
     "DAPO": "tab:olive",
     "DAPO + ARRoL": "tab:red",
     "GRPO + random": "tab:orange",
@@ -100,16 +102,26 @@ def table(
     return markdown(lines)
 
 
-def provenance(runs: Mapping[str, Sequence[Run]], plan: Plan) -> dict:
+def by_regime(plan: Plan, tables: Mapping[str, str]) -> str:
+    """The tables of all regimes, each below its name and flags; of a single one without."""
+    if len(tables) == 1:
+        return "".join(tables.values())
+    titles = {regime: f"**{regime}** (`{' '.join(plan.regimes[regime])}`)" for regime in tables}
+    return "\n\n".join(f"{titles[regime]}\n\n{table}" for regime, table in tables.items())
+
+
+def provenance(runs: Mapping[str, Mapping[str, Sequence[Run]]], plan: Plan) -> dict:
     """Flags, machines, code and time of runs: what the JSON of all tables of runs begins with."""
-    listed = [run for some in runs.values() for run in some]
+    listed = [run for methods in runs.values() for some in methods.values() for run in some]
     machines = {json.dumps(run.record["machine"], sort_keys=True): run.record["machine"] for run in listed}
     return {
         "seeds": plan.seeds,
         "flags": plan.flags,
+        "regimes": plan.regimes,
         "machines": list(machines.values()),
         "code": sorted({run.record["code"] for run in listed}),
         "seconds_of_runs": sum(run.record["seconds"] for run in listed),
+        "one_core": plan.cores != [None],
     }
 
 
@@ -122,9 +134,11 @@ def described(made: dict) -> str:
 def measured_on(results: dict) -> str:
     """The sentence under a table."""
     seeds, machines = ", ".join(map(str, results["seeds"])), "; ".join(map(described, results["machines"]))
+    flags = f"; flags `{' '.join(results['flags'])}`" if results["flags"] else ""
+    clock = ", each run on one core, in seconds of that core" if results.get("one_core") else ""
     return (
-        f"Seeds {seeds}; flags of all methods `{' '.join(results['flags'])}`; {machines}; "
-        f"code {', '.join(results['code'])}; {results['seconds_of_runs']:,.0f} s of runs, which tables share."
+        f"Seeds {seeds}{flags}{clock}; {machines}; code {', '.join(results['code'])}; "
+        f"{results['seconds_of_runs']:,.0f} s of runs, which tables share."
     )
 
 
@@ -175,8 +189,14 @@ def save(name: str, folder: Path, results: dict, figure: Figure | None = None, *
 
 
 def publish(
-    name: str, plan: Plan, runs: Mapping[str, Sequence[Run]], found: dict, figure: Figure, **tables: str
+    name: str,
+    plan: Plan,
+    runs: Mapping[str, Mapping[str, Sequence[Run]]],
+    found: dict,
+    figure: Figure,
+    **tables: Mapping[str, str],
 ) -> None:
-    """`save` the tables of training runs, with what these were measured on."""
+    """`save` the tables of training runs, by regime, with what these were measured on."""
     results = provenance(runs, plan) | found
-    save(name, plan.results, results, figure, measured_on=measured_on(results), **tables)
+    text = {key: by_regime(plan, of_regimes) for key, of_regimes in tables.items()}
+    save(name, plan.results, results, figure, measured_on=measured_on(results), **text)

@@ -1,6 +1,6 @@
 """Voting among 32 answers of each trained model: majority, DeepConf, and ARRoL (Table 3).
 
-    python -m bench.voting    both models that ARRoL trained, all seeds
+    python -m bench.voting    the models that ARRoL trained, all seeds
     python -m bench.voting --model Qwen/Qwen3-1.7B-Base --data amc23
 
 Each is one call of tts.py on the last checkpoint of a training run; its files are kept in the run's
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
-from bench.runs import Run, names_model, read_flags, run_parser, run_program, train
+from bench.runs import Job, Run, names_model, read_flags, run_all, run_parser, train
 from bench.tables import Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 from support.args import fail
 
-METHODS = ("GRPO + ARRoL", "DAPO + ARRoL")
+METHODS = ("GRPO + ARRoL",)
+# held out, on which the votes are
+SETS = {"sums": "sums", "long sums": "sums:6-10:15"}
 RULES = {
     "majority": "black",
     "DeepConf, mean": "tab:green",
@@ -38,17 +40,17 @@ PAPER = {
 }
 
 
-def sample(run: Run, data: str, n: int, title: str) -> dict:
-    """scores.json of tts.py on a run's last checkpoint; sampled once."""
+def sampling(run: Run, data: str, n: int) -> Job:
+    """The call of tts.py on a run's last checkpoint."""
     folder = run.folder / f"tts-{re.sub(r'[^A-Za-z0-9]+', '-', data)}-{n}"
-    path = folder / "scores.json"
-    if not path.is_file():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        model = run.folder / f"checkpoint-{int(run.lines[-1]['step'])}"
-        flags = ["--model", str(model), "--data", data, "--n", str(n), "--seed", str(run.seed), "--output", str(folder)]
-        run_program("tts.py", flags, folder, title)
-    return json.loads(path.read_text("utf-8"))
+    model = run.folder / f"checkpoint-{int(run.lines[-1]['step'])}"
+    flags = ["--model", str(model), "--data", data, "--n", str(n), "--seed", str(run.seed), "--output", str(folder)]
+    return Job(f"{run.method}, seed {run.seed}, {data}", "tts.py", flags, folder)
+
+
+def scores_of(job: Job) -> Path:
+    """What tts.py leaves when it has ended."""
+    return job.folder / "scores.json"
 
 
 def votes(sets: Sequence[dict]) -> dict[str, float]:
@@ -87,21 +89,30 @@ def main() -> None:
     if own.n < 2:
         fail(f"--n {own.n}: a vote needs 2 candidates at least")
     runs = train(plan, METHODS)
-    data = own.data or (["amc23", "aime24", "aime25"] if names_model(plan.flags) else ["sums"])
+    jobs = {}
+    for regime, of in runs.items():
+        known = ["amc23", "aime24", "aime25"] if names_model(plan.flags) else [SETS[regime]]
+        for method, some in of.items():
+            jobs[regime, method] = [[sampling(run, data, own.n) for data in own.data or known] for run in some]
+    missing = [job for models in jobs.values() for sets in models for job in sets if not scores_of(job).is_file()]
+    for job, _ in run_all(missing, plan.cores):
+        print(job.title, flush=True)
     scored = {
-        method: [[sample(run, one, own.n, f"{method}, seed {run.seed}, {one}") for one in data] for run in some]
-        for method, some in runs.items()
+        key: [[json.loads(scores_of(job).read_text("utf-8")) for job in sets] for sets in models]
+        for key, models in jobs.items()
     }
-    voted = {method: estimates([votes(sets) for sets in models]) for method, models in scored.items()}
-    figure, panels = new_figure(*(f"{method}: accuracy against candidates" for method in METHODS))
+    found: dict[str, dict] = {regime: {} for regime in runs}
+    for (regime, method), models in scored.items():
+        found[regime][method] = estimates([votes(sets) for sets in models])
+    figure, panels = new_figure(*(f"{regime}, {method}" for regime, method in scored), rows=len(runs))
     for axes, models in zip(panels, scored.values(), strict=True):
         for rule, color in RULES.items():
             plot_seeds(axes, rule, color, [curve(sets, rule) for sets in models])
         axes.set_xscale("log", base=2)
         axes.set(xlabel="candidates per problem", ylabel="accuracy")
     panels[0].legend()
-    results = {"methods": voted, "data": data, "n": own.n, "paper": PAPER}
-    publish("voting", plan, runs, results, figure, table=table(voted, own.n))
+    results = {"regimes": found, "n": own.n, "paper": PAPER}
+    publish("voting", plan, runs, results, figure, table={r: table(of, own.n) for r, of in found.items()})
 
 
 if __name__ == "__main__":

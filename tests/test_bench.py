@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import accuracy, convergence, keep_ratio, peers, pruning, report, speed, trainer
+from bench import accuracy, convergence, keep_ratio, peers, pruning, report, runs, speed, trainer
 from bench.runs import Plan, Run, interpolate, load, read_flags, run_parser, scores, train
 from bench.tables import estimate, estimates, new_figure, publish
 from grpo import Learner, LossConfig, Policy
@@ -31,17 +32,25 @@ rewards_and_count = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=8
 )
 
 
-def run_of(method: str, seed: int, seconds: float, scores_at: list[float], rewards: list[float] | None = None) -> Run:
+def run_of(
+    method: str,
+    seed: int,
+    seconds: float,
+    scores_at: list[float],
+    rewards: list[float] | None = None,
+    tokens: int = 1000,
+) -> Run:
     """A run of 4 steps of equal length, the first without pruning, evaluated before it and after
     every other step.
     """
     rewards = rewards or [0.5] * 4
-    lines: list[dict] = [{"step": 0, "eval/held-out/avg@16": scores_at[0]}]
+    lines: list[dict] = [{"step": 0, "eval/held-out/avg@16": scores_at[0], "eval/held-out/greedy": 0.9}]
     for step in range(1, 5):
         line = {
             "step": step,
             "wall_clock": seconds * step / 4,
             "time_step": seconds / 4,
+            "tokens_generated": tokens,
             "reward": rewards[step - 1],
             "rho_mean": rewards[step - 1],
             "rho_variance": 0.25 if step == 1 else 0.2,
@@ -49,7 +58,7 @@ def run_of(method: str, seed: int, seconds: float, scores_at: list[float], rewar
             "keep_ratio": 1.0 if step == 1 else 0.5,
         }
         if step % 2 == 0:
-            line["eval/held-out/avg@16"] = scores_at[step // 2]
+            line |= {"eval/held-out/avg@16": scores_at[step // 2], "eval/held-out/greedy": 0.9}
         lines.append(line)
     record = {"method": method, "seed": seed, "seconds": seconds, "machine": MACHINE, "code": "abc"}
     return Run(method, seed, Path("nowhere"), {"cold_start": 1}, lines, record)
@@ -91,18 +100,21 @@ def test_equal_time_lies_on_the_line_between_two_evaluations() -> None:
             interpolate(points, outside)
 
 
-@pytest.mark.parametrize(("seconds", "plain_at", "pruned_at"), [(50.0, 0.6, 0.9), (200.0, 0.7, 0.75)])
-def test_equal_time_is_when_the_faster_run_ended(seconds: float, plain_at: float, pruned_at: float) -> None:
+@pytest.mark.parametrize(("seconds", "gain"), [(50.0, 0.3), (200.0, 0.05)])
+def test_equal_time_is_when_the_faster_run_ended(seconds: float, gain: float) -> None:
     """GRPO: 0.5, 0.6 after 50 s, 0.7 after 100 s. ARRoL ends with 0.9 after 50 s, or is half as
-    fast: then it had 0.75 after 100 s.
+    fast: then it had 0.75 after 100 s. It samples half of the tokens: 0.9 where GRPO had 0.6.
     """
     plain = run_of("GRPO", 0, 100.0, [0.5, 0.6, 0.7])
-    pruned = run_of("GRPO + ARRoL", 0, seconds, [0.5, 0.75, 0.9])
-    found = accuracy.compare(plain, pruned)
-    assert found["avg, equal time, plain"] == pytest.approx(plain_at)
-    assert found["avg, equal time, pruned"] == pytest.approx(pruned_at)
-    assert found["avg, equal steps, difference"] == pytest.approx(0.2)
+    pruned = run_of("GRPO + ARRoL", 0, seconds, [0.5, 0.75, 0.9], tokens=500)
+    found = accuracy.against(plain, pruned)
+    assert found["equal time"] == pytest.approx(gain)
+    assert (found["equal steps"], found["equal tokens"]) == (pytest.approx(0.2), pytest.approx(0.3))
     assert found["speed-up"] == found["speed-up of a step"] == pytest.approx(100.0 / seconds)
+    assert {key for key, value in accuracy.against(plain, plain).items() if value == 0} >= {
+        "equal time",
+        "equal tokens",
+    }
 
 
 def test_keep_ratios_leave_the_cold_start_out_of_what_was_kept() -> None:
@@ -219,19 +231,35 @@ def test_speed_limits_follow_from_token_counts() -> None:
 def plan_in(folder: Path, *flags: str) -> Plan:
     small = "--steps 1 --prompts 2 --group-size 2 --cold-start 0 --eval-problems 2 --eval-n 1".split()
     own = ("--seeds", "0", "--runs", str(folder), "--results", str(folder))
-    return read_flags(run_parser("test"), [*own, *small, *flags])[0]
+    plan = read_flags(run_parser("test"), [*own, *small, *flags])[0]
+    return dataclasses.replace(plan, regimes={"sums": [], "long sums": ["--dataset", "sums:6-10:15"]})
 
 
 def test_a_run_that_ended_is_used_again(tmp_path: Path) -> None:
+    """Each regime has a run, which is on a core of its own and counts that core's seconds."""
     plan = plan_in(tmp_path)
-    (first,) = train(plan, ["GRPO"])["GRPO"]
+    begun = time.monotonic()
+    found = train(plan, ["GRPO"])
+    first, other = (found[regime]["GRPO"][0] for regime in ("sums", "long sums"))
     assert [line["step"] for line in first.lines] == [0, 1] and load(first.folder) == first
     assert first.args["prune"] == "none" and (first.folder / "checkpoint-1").is_dir()
+    assert (first.args["dataset"], other.args["dataset"]) == ("sums", "sums:6-10:15")
+    assert 0 < first.seconds + other.seconds < time.monotonic() - begun
     before = (first.folder / "metrics.jsonl").stat().st_mtime_ns
-    (again,) = train(plan, ["GRPO"])["GRPO"]
+    again = train(plan, ["GRPO"])["sums"]["GRPO"][0]
     assert again == first and (again.folder / "metrics.jsonl").stat().st_mtime_ns == before
-    assert plan_in(tmp_path, "--lr", "0.1").folder("GRPO", 0)[0] != first.folder  # other flags, another run
-    assert plan.folder("GRPO + ARRoL", 0)[0] != first.folder != plan.folder("GRPO", 1)[0]
+    # other flags, another run
+    assert plan_in(tmp_path, "--lr", "0.1").folder("sums", "GRPO", 0)[0] != first.folder
+    assert plan.folder("sums", "GRPO + ARRoL", 0)[0] != first.folder != plan.folder("sums", "GRPO", 1)[0]
+
+
+def test_a_program_on_one_core_has_one_and_counts_its_seconds(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    lines = ["import os, sys, time", "a = time.perf_counter()", "time.sleep(0.5)", "b = time.perf_counter()"]
+    program.write_text("\n".join([*lines, "print(os.sched_getaffinity(0), sys.argv[1:], b - a < 0.4)"]))
+    core = max(os.sched_getaffinity(0))
+    command = [sys.executable, str(runs.ROOT / "bench" / "one_core.py"), str(core), str(program), "--flag"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"{{{core}}} ['--flag'] True\n"
 
 
 def test_a_run_that_fails_ends_the_table(tmp_path: Path) -> None:
@@ -239,9 +267,9 @@ def test_a_run_that_fails_ends_the_table(tmp_path: Path) -> None:
     first step: no number of it enters a mean, and the same command trains it again.
     """
     plan = plan_in(tmp_path, "--max-gap", "1e-12")
-    with pytest.raises(SystemExit, match="GRPO, seed 0: arrol.py ended with status 1, see .*output.log"):
+    with pytest.raises(SystemExit, match="sums, GRPO, seed 0: arrol.py failed, see .*output.log"):
         train(plan, ["GRPO"])
-    assert not (plan.folder("GRPO", 0)[0] / "run.json").exists()
+    assert not (plan.folder("sums", "GRPO", 0)[0] / "run.json").exists()
 
 
 def test_a_run_shorter_than_its_cold_start_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,61 +278,61 @@ def test_a_run_shorter_than_its_cold_start_is_refused(tmp_path: Path, capsys: py
     assert "--cold-start 1, after which pruning begins" in capsys.readouterr().err
 
 
-def test_tables_of_runs(tmp_path: Path) -> None:
-    """Means over seeds stand in the rows of their methods, differences and speed-ups in a row of
-    their own.
-    """
-    runs = {
+def test_tables_of_runs() -> None:
+    """A row for each method, with its means over seeds and its differences from the first."""
+    of = {
         method: [run_of(method, seed, seconds, [0.5, 0.6, last + 0.1 * seed]) for seed in (0, 1)]
         for method, seconds, last in (("GRPO", 100.0, 0.7), ("GRPO + ARRoL", 50.0, 0.8))
     }
-    runs |= {"DAPO": runs["GRPO"], "DAPO + ARRoL": runs["GRPO + ARRoL"]}
-    found = {a: estimates(map(accuracy.compare, runs[a], runs[b])) for a, b in accuracy.PAIRS.items()}
+    found = {method: estimates(map(accuracy.against, of["GRPO"], some)) for method, some in of.items()}
     text = accuracy.table(found, 16)
-    assert "| GRPO + ARRoL | 0.850 ± 0.635 | – | – | 0.850 ± 0.635 | – | 50 ± 0 |" in text
-    assert "| **difference, DAPO** (95% interval) | +0.100 (+0.100 to +0.100) |" in text and "| 2.00 ± 0.00 × |" in text
+    assert "| GRPO | 0.750 ± 0.635 | 0.900 ± 0.000 |  |  |  | 100 ± 0 |  |  |" in text
+    assert "| GRPO + ARRoL | 0.850 ± 0.635 | 0.900 ± 0.000 | +0.100 (+0.100 to +0.100) |" in text
+    assert "| 50 ± 0 | 2.00 ± 0.00 × | 2.00 ± 0.00 × |" in text
 
 
 def test_a_table_is_published_with_its_text_and_what_it_was_measured_on(tmp_path: Path) -> None:
     """Numbers go to the JSON; bench/notes has the words; no brace of them is left."""
-    runs = {m: [run_of(m, seed, 80.0, [0.5, 0.7, 0.8]) for seed in (0, 1)] for m in ("GRPO", "GRPO + ARRoL")}
+    of = {m: [run_of(m, seed, 80.0, [0.5, 0.7, 0.8]) for seed in (0, 1)] for m in ("GRPO", "GRPO + ARRoL")}
     figure, _ = new_figure("one panel")
-    plan, found = Plan([0, 1], ["--steps", "4"], tmp_path, tmp_path), {"smoothed_over_steps": 5}
-    publish("convergence", plan, runs, found, figure, table=convergence.table(convergence.compare(runs)))
+    regimes = {"sums": [], "long sums": ["--dataset", "sums:6-10:15"]}
+    plan, found = Plan([0, 1], ["--steps", "4"], regimes, tmp_path, tmp_path), {"smoothed_over_steps": 5}
+    tables = dict.fromkeys(regimes, convergence.table(convergence.compare(of)))
+    publish("convergence", plan, dict.fromkeys(regimes, of), found, figure, table=tables)
     text, results = ((tmp_path / f"convergence.{kind}").read_text() for kind in ("md", "json"))
-    assert (
-        text.startswith("## Convergence")
-        and "rewards are means of 5 steps" in text
-        and "| GRPO + ARRoL | 80 ± 0 |" in text
-    )
-    assert "Seeds 0, 1; flags of all methods `--steps 4`; abacus, 2 cores, torch 2; code abc; 320 s of runs" in text
-    assert (
-        json.loads(results)["seconds_of_runs"] == 320.0 and "{" not in text and (tmp_path / "convergence.png").exists()
-    )
+    assert text.startswith("## Convergence") and "rewards are means of 5 steps" in text
+    assert text.count("| GRPO + ARRoL | 80 ± 0 |") == 2 and "**long sums** (`--dataset sums:6-10:15`)" in text
+    measured = "Seeds 0, 1; flags `--steps 4`, each run on one core, in seconds of that core; abacus, 2 cores, torch 2"
+    assert f"{measured}; code abc; 640 s of runs" in text
+    assert json.loads(results)["seconds_of_runs"] == 640.0 and "{" not in text
+    assert (tmp_path / "convergence.png").exists()
 
 
 # ------------------------------------------------------------------ the page
 
 
-def test_the_page_says_differences_first_then_targets_then_tables(tmp_path: Path) -> None:
+def test_the_page_says_gains_first_then_differences_then_targets_then_tables(tmp_path: Path) -> None:
     def leave(name: str, results: dict, text: str) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(results))
         (tmp_path / f"{name}.md").write_text(text)
 
     gain = {"mean": 0.01, "low": -0.005, "high": 0.025}
     loss = {"mean": -0.1, "low": -0.2, "high": 0.0}
-    pair = {"avg, equal steps, difference": gain, "avg, equal time, difference": loss}
-    leave("accuracy", {"pairs": {"GRPO": pair}}, "## Accuracy\n\n| a |")
+    found = {"GRPO + ARRoL": {"equal steps": gain, "equal time": loss}}
+    leave("accuracy", {"regimes": {"sums": found}}, "## Accuracy\n\n| a |")
     leave("speed", {"phases": {"step": {"ratio": {"mean": 1.7, "low": 1.65, "high": 1.75}}}}, "# Time\n\n## By phase")
     (tmp_path / "differences.md").write_text("Voting did not help.\n")
     text = report.assemble(tmp_path)
-    order = ["Voting did not help.", "## Targets", "## Accuracy", "## Time", "### By phase"]
+    order = ["Not written yet.", "Voting did not help.", "## Targets", "## Accuracy", "## Time", "### By phase"]
     assert sorted(order, key=text.index) == order
-    assert "at least 0 | +0.010 (−0.005 to +0.025) | **met** by the mean; the interval holds less, too |" in text
-    assert "equal time, above 0 | −0.100 (−0.200 to +0.000) | **not met**, though the interval reaches it |" in text
+    assert "equal steps, sums, at least 0 | +0.010 (−0.005 to +0.025) | **met** by the mean; the interval" in text
+    assert "equal steps, long sums, at least 0 | no result | **not measured** |" in text
+    assert (
+        "equal time, sums, above 0 | −0.100 (−0.200 to +0.000) | **not met**, though the interval reaches it |" in text
+    )
     assert "at least 1.6 × faster | 1.70 (1.65 to 1.75) | **met** |" in text
     assert "majority, at least 0 | no result | **not measured** |" in text
-    assert "Not run: convergence, pruning, keep_ratio, voting, head, theory." in text
+    assert "Not run: dapo, convergence, pruning, keep_ratio, voting, head, theory." in text
 
 
 def test_zero_is_at_least_zero_and_not_above_it() -> None:
