@@ -31,7 +31,7 @@ from calibration import Calibrator
 from quality_head import HeadTrainer, QualityHead
 from support import checkpoint
 from support.args import TtsArgs, fail, parse_tts
-from support.metrics import auc, ece, head_metrics, spearman, within_group_auc
+from support.metrics import auc, ece, head_metrics, within_group_auc
 from support.test_time import Sampler
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def signal_metrics(values: Tensor, labels: Tensor, groups: Tensor, train: Tensor
     """The metrics of a head for something that is no probability."""
     v, y, g = values[test], labels[test], groups[test]
     accuracy = threshold_accuracy(values[train], labels[train], v, y)
-    return {"auc": auc(v, y), "auc_within": within_group_auc(v, y, g), "accuracy": accuracy, "spearman": spearman(v, y)}
+    return {"auc": auc(v, y), "auc_within": within_group_auc(v, y, g), "accuracy": accuracy}
 
 
 def spreads(rows: dict[str, list[Cells]]) -> Rows:
@@ -207,15 +207,15 @@ def errors(q: Tensor, labels: Tensor, groups: Tensor, seed: int) -> Cells:
 
 
 def by_length(results: dict) -> str:
-    columns = ("Spearman", "AUC", "within", "within, same", "accuracy", "base rate")
-    keys = ("spearman", "auc", "auc_within", "auc_within_same", "accuracy", "base_rate")
+    columns = ("AUC", "within", "within, same", "accuracy", "base rate")
+    keys = ("auc", "auc_within", "auc_within_same", "accuracy", "base_rate")
     rows = [["L", "beyond", "tokens", "time", "signal", *columns]]
     for length, cost in results["costs"].items():
         known = [f"**{length}**", *(f"{cost[key]:.0%}" for key in ("reached", "tokens", "time"))]
         for name, cells in results["lengths"][length].items():
             rows.append([*known, SIGNALS[name], *(show(cells, key) for key in keys)])
             known = [""] * 4
-    rows.append(["*the paper's: 512*", "", "", "", "quality head", "a plateau", "", "", "", "0.824", ""])
+    rows.append(["*the paper's: 512*", "", "", "", "quality head", "", "", "", "0.824", ""])
     return markdown(rows)
 
 
@@ -232,7 +232,7 @@ def picture(results: dict, sample: Sample, scores: Tensor, rows: Tensor) -> Figu
         panel.set(xlabel=name, ylabel="density")
         panel.legend()
     for name, color in zip(SIGNALS, ("tab:blue", "tab:green", "tab:orange", "tab:purple")):
-        for key, style in (("auc_within", "-"), ("spearman", "--")):
+        for key, style in (("auc_within", "-"), ("auc", "--")):
             cells = [results["lengths"][length][name].get(key) for length in sample.detections]
             values = [one.mean if one else math.nan for one in cells]
             axes.plot(sample.detections, values, style, color=color, marker=".", label=f"{SIGNALS[name]}, {key}")

@@ -31,15 +31,11 @@ def within_group_auc(scores: Tensor, labels: Tensor, groups: Tensor) -> float:
     wins = pairs = 0.0
     for group in groups.unique():
         right, wrong = (scores[(groups == group) & (labels == label)] for label in (1, 0))
-        wins += _ranks(right, wrong).sum().item()
+        wrong = wrong.sort().values
+        # Ties are among the one and not among the other.
+        wins += sum(torch.searchsorted(wrong, right, right=ties).sum().item() for ties in (True, False)) / 2
         pairs += len(right) * len(wrong)
     return wins / pairs if pairs else math.nan
-
-
-def _ranks(values: Tensor, others: Tensor) -> Tensor:
-    """How many of `others` are below each of `values`; equal ones count half."""
-    others = others.sort().values
-    return (torch.searchsorted(others, values) + torch.searchsorted(others, values, right=True)) / 2
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
@@ -47,21 +43,11 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return within_group_auc(scores, labels, torch.zeros_like(scores, dtype=torch.int64))
 
 
-def spearman(scores: Tensor, labels: Tensor) -> float:
-    """Spearman's rank correlation of `scores` (N,) with 0/1 `labels` (N,) (Fig. 2c)."""
-    if not len(scores):
-        return math.nan
-    x, y = (_ranks(values, values).double() for values in (scores, labels))
-    x, y = x - x.mean(), y - y.mean()
-    scale = (x.square().sum() * y.square().sum()).sqrt()
-    return (x @ y / scale).item() if scale else math.nan
-
-
 def head_metrics(scores: Tensor, labels: Tensor, groups: Tensor) -> dict[str, float]:
     """How well scores s' (N,) tell right from wrong: `labels` (N,) 0/1, `groups` (N,) int64.
 
-    `auc`, `auc_within` groups, `spearman`, and `accuracy` at s' = 1/2 beside `base_rate`, that of
-    the better constant guess. NaN scores are left out. Raises ValueError on scores outside [0, 1].
+    `auc`, `auc_within` groups, and `accuracy` at s' = 1/2 beside `base_rate`, that of the better
+    constant guess. NaN scores are left out. Raises ValueError on scores outside [0, 1].
     """
     scores, labels, groups = scores.detach().cpu().double(), labels.detach().cpu(), groups.detach().cpu()
     known = ~scores.isnan()
@@ -74,7 +60,6 @@ def head_metrics(scores: Tensor, labels: Tensor, groups: Tensor) -> dict[str, fl
         "auc_within": within_group_auc(scores, labels, groups),
         "accuracy": ((scores > 0.5) == labels.bool()).double().mean().item(),
         "base_rate": max(ratio, 1 - ratio),
-        "spearman": spearman(scores, labels),
     }
 
 

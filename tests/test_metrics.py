@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import metrics
-from support.metrics import auc, ece, head_metrics, interval, pass_at_k, spearman, within_group_auc
+from support.metrics import auc, ece, head_metrics, interval, pass_at_k, within_group_auc
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 rows = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=30)
@@ -39,27 +39,12 @@ def test_auc_counts_pairs(data: list[tuple[int, int, int]]) -> None:
     assert auc(scores / 5, labels) == pytest.approx(pairwise([(s, y, 0) for s, y, _ in data]), nan_ok=True)
 
 
-@quick
-@given(data=rows)
-def test_spearman_is_pearson_on_mean_ranks(data: list[tuple[int, int, int]]) -> None:
-    def ranks(values: list[int]) -> list[float]:
-        return [sum(w < v for w in values) + (sum(w == v for w in values) + 1) / 2 for v in values]
-
-    scores, labels = [s for s, _, _ in data], [y for _, y, _ in data]
-    got = spearman(torch.tensor(scores), torch.tensor(labels))
-    if len(set(scores)) == 1 or len(set(labels)) == 1:
-        assert math.isnan(got)
-    else:
-        exact = torch.corrcoef(torch.tensor([ranks(scores), ranks(labels)], dtype=torch.float64))[0, 1].item()
-        assert got == pytest.approx(exact, abs=1e-9)
-
-
 def test_easy_prompts_are_not_good_rollouts() -> None:
     """A head that knows only which prompt is easy: good over all, useless within groups."""
     groups = torch.arange(8) // 4
     labels = torch.tensor([1, 1, 1, 0, 0, 0, 0, 1])
     scores = torch.tensor([0.8] * 4 + [0.3] * 4)
-    expected = {"auc": 0.75, "auc_within": 0.5, "accuracy": 0.75, "base_rate": 0.5, "spearman": 0.5}
+    expected = {"auc": 0.75, "auc_within": 0.5, "accuracy": 0.75, "base_rate": 0.5}
     assert head_metrics(scores, labels, groups) == pytest.approx(expected)
 
 
@@ -69,7 +54,7 @@ def test_metrics_of_odd_input() -> None:
     Logits are not taken for scores.
     """
     one = head_metrics(torch.tensor([0.2, 0.9]), torch.ones(2), torch.zeros(2, dtype=torch.int64))
-    assert math.isnan(one["auc"]) and math.isnan(one["spearman"]) and one["base_rate"] == 1 and one["accuracy"] == 0.5
+    assert math.isnan(one["auc"]) and one["base_rate"] == 1 and one["accuracy"] == 0.5
     empty = head_metrics(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64))
     assert all(math.isnan(value) for value in empty.values())
     scores, labels = torch.tensor([0.9, math.nan, 0.1]), torch.tensor([1, 0, 0])

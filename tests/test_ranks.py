@@ -29,7 +29,7 @@ from support.report import Clock
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ("grpo", "dapo", "one prompt")
 OF_A_PROCESS = ("time_", "wall_clock", "memory_")
-BY_ORDER = ("auc", "auc_within", "spearman")  # two samples of one text tie, or differ in the last digit
+BY_ORDER = ("auc", "auc_within")  # two samples of one text tie, or differ in the last digit
 
 
 def start(ranks: int, *command: object) -> str:
