@@ -13,10 +13,19 @@ import re
 import resource
 import signal
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sympy import Basic
+if __name__ == "__main__":
+    # Before the imports below, which take a second. Ctrl-C reaches all processes; the parent cleans up.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a library prints is no reply.
+    REPLIES = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify import verify
+from sympy import Basic, Eq, Expr, FiniteSet, Interval, MatrixBase, Rational, Symbol, Tuple
+from sympy.concrete.expr_with_limits import ExprWithLimits
 
 # `B`, `(B)`, `\text{B. } 12`, `\textbf{(B)}\ 12`: a letter alone, or before its option's text
 _LETTER = re.compile(r"\\(?:text|math)[a-z]*\s*\{\s*\(?([A-J])[).:]?\s*\}")
@@ -66,8 +75,6 @@ _LATEX = [
 
 def equivalent(gold: str, answer: str) -> bool:
     """Whether `answer` is right by `gold`. Not symmetric: x<3 may be answered by its interval."""
-    from latex2sympy2_extended import NormalizationConfig, normalize_latex
-
     wanted, chosen = _option(gold), _option(answer)
     if wanted and chosen:
         return wanted[0] == chosen[0]
@@ -112,22 +119,21 @@ def _split(text: str) -> tuple[str, list[str], list[str]]:
 @functools.lru_cache(64)
 def _parse(text: str) -> Basic:
     """Normalized LaTeX as sympy has it, with decimals as exact fractions. Raises anything."""
-    from latex2sympy2_extended import latex2sympy
-    from sympy import E, Float, I, Mul, Product, Rational, Sum, Symbol, nan, zoo
-
     if _SIDE_BY_SIDE.search(text):
         raise ValueError("two numbers side by side are neither a sum nor a product")
     value = latex2sympy(text, is_real=True, normalization_config=None)
-    exact = {number: Rational(str(number)) for number in value.atoms(Float)}
+    exact = {number: Rational(str(number)) for number in value.atoms(sympy.Float)}
     # A word is a product of its letters.
-    word = isinstance(value, Mul) and all(factor == E or isinstance(factor, Symbol) for factor in value.args)
-    if not word and not value.has(Sum, Product):
-        exact[Symbol("i", real=True)] = I
+    word = isinstance(value, sympy.Mul) and all(
+        factor == sympy.E or isinstance(factor, Symbol) for factor in value.args
+    )
+    if not word and not value.has(sympy.Sum, sympy.Product):
+        exact[Symbol("i", real=True)] = sympy.I
     parsed = value.xreplace(exact)
     if hasattr(value, "_unsorted_args"):
         # math-verify compares (1,2) with 1,2 in the order of writing.
         parsed._unsorted_args = [element.xreplace(exact) for element in value._unsorted_args]
-    if parsed.has(nan, zoo):
+    if parsed.has(sympy.nan, sympy.zoo):
         raise ValueError("not a number")
     return parsed
 
@@ -135,9 +141,6 @@ def _parse(text: str) -> Basic:
 @functools.lru_cache(64)
 def _equal(gold: str, answer: str) -> bool:
     """Whether math-verify takes the two for equal and they are not apart. Raises anything."""
-    from math_verify import verify
-    from sympy import FiniteSet, Interval, Tuple
-
     first, second = _parse(gold), _parse(answer)
     for text, mine, other in ((gold, first, second), (answer, second, first)):
         if _rounds(text, other):
@@ -151,8 +154,6 @@ def _equal(gold: str, answer: str) -> bool:
 
 def _rounds(text: str, value: Basic) -> bool:
     """Whether `text` is a decimal of six places or more that rounds a number which is no decimal."""
-    from sympy import Rational
-
     match = re.fullmatch(r"[+-]?[0-9]*\.([0-9]{6,300})", text)
     if not match or not getattr(value, "is_number", False) or value.is_Rational and 10**300 % value.q == 0:
         return False
@@ -165,9 +166,6 @@ def _apart(first: Basic, second: Basic) -> bool:
 
     Symbols get arbitrary values. Elements of sets and tuples are compared in any order.
     """
-    from sympy import Eq, Expr, FiniteSet, Interval, MatrixBase, Rational, Symbol, Tuple, UnevaluatedExpr
-    from sympy.concrete.expr_with_limits import ExprWithLimits
-
     if isinstance(first, Eq) and isinstance(second, Eq) and first.lhs == second.lhs:
         first, second = first.rhs, second.rhs
     elif isinstance(first, Eq) != isinstance(second, Eq):
@@ -186,7 +184,7 @@ def _apart(first: Basic, second: Basic) -> bool:
     if first == second or not isinstance(first, Expr) or not isinstance(second, Expr):
         return False
     difference = first - second
-    if Symbol in (type(first), type(second)) or difference.has(UnevaluatedExpr, ExprWithLimits):
+    if Symbol in (type(first), type(second)) or difference.has(sympy.UnevaluatedExpr, ExprWithLimits):
         return False
     values = {s: Rational(int.from_bytes(s.name.encode()) % 997 + 1009, 613) for s in difference.free_symbols}
     parts = difference.evalf(15, subs=values, maxn=200).as_real_imag()
@@ -198,8 +196,6 @@ def _apart(first: Basic, second: Basic) -> bool:
 
 def _elements(value: Basic) -> list[Basic]:
     """The elements of a set, a tuple or a matrix as written, or the ends of an interval."""
-    from sympy import Interval, MatrixBase
-
     if isinstance(value, MatrixBase):
         return value.flat()
     if isinstance(value, Interval):
@@ -209,20 +205,12 @@ def _elements(value: Basic) -> list[Basic]:
 
 def serve(timeout: float, memory_mb: int) -> None:
     """A worker's life: it ends with its stdin, with its parent, or by its alarm after the time bound."""
-    # Ctrl-C reaches the process group; the parent cleans up.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # PR_SET_PDEATHSIG: a forked sibling may hold the pipe open when the parent is gone.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    # What a library prints is no reply.
-    replies = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        greeting = "ready" if equivalent("\\frac{1}{2}", "0.5") else "math-verify cannot tell that 1/2 is 0.5"
-    except (ImportError, MemoryError) as error:
-        greeting = f"{type(error).__name__}: {error}".replace("\n", " ")
-    os.write(replies, f"{greeting}\n".encode())
+    works = equivalent("\\frac{1}{2}", "0.5")
+    print("ready" if works else "math-verify cannot tell that 1/2 is 0.5", file=REPLIES)
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, timeout + 2.0)
         try:
@@ -230,7 +218,7 @@ def serve(timeout: float, memory_mb: int) -> None:
         except MemoryError:
             reply = "memory"
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        os.write(replies, f"{reply}\n".encode())
+        print(reply, file=REPLIES)
 
 
 if __name__ == "__main__":
