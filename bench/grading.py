@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from support.grader import Grader, gold_text
+from support.data import gold_text
+from support.grader import Grader
 
 # Other spellings of the same answer: pattern and replacement
 SPELLINGS: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {

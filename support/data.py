@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tiny.sums
-from support.grader import canonical, gold_text
+from support.grader import canonical, last_box
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -83,7 +83,7 @@ def read(
     times, dropped, conflicting, columns = Counter(), Counter(), set(), None
     for number, place, row in _json(source) if by_hand else _arrow(source, config, split, remedy):
         before, columns = columns, columns_of(row, place)
-        text, answer = unwrap(_text(row[columns[0]])), _gold(row[columns[1]], columns[1])
+        text, answer = unwrap(_text(row[columns[0]])), gold_text(row[columns[1]], columns[1])
         if strict and before not in (None, columns):
             fault = f"columns {' and '.join(columns)}, where the rows before have {' and '.join(before)}"
             raise DataError(place, fault, "use the same columns in every row")
@@ -217,18 +217,24 @@ def _text(cell: object) -> str:
     return cell if isinstance(cell, str) else ""
 
 
-def _gold(cell: object, column: str) -> str:
-    """The gold answer in a cell: of a reward model, a list of one, a solution; "" for none."""
+def gold_text(cell: object, column: str = "answer") -> str:
+    """The gold answer in a cell: of a reward model, a list of one, a box, a solution; "" for none."""
     cell = _unpacked(cell)
     if isinstance(cell, dict):
-        return _gold(next((cell[name] for name in ("ground_truth", "answer", "value") if name in cell), None), "answer")
+        return gold_text(next((cell[name] for name in ("ground_truth", "answer", "value") if name in cell), None))
     if isinstance(cell, list):
-        return _gold(cell[0], column) if len(cell) == 1 else ""
-    if column.lower() != "solution" or not isinstance(cell, str):
-        return "" if isinstance(cell, bool) else gold_text(cell)
-    # A solution without a box may be the answer alone, or end as GSM8K's do; prose is no answer.
-    prose = len(cell) > 100 or re.search(r"\S\s*\n|[a-z]\.\s*$| [a-z]+ [a-z]+ ", cell)
-    return gold_text(cell, "solution" if "box" in cell or (prose and "####" not in cell) else "answer")
+        return gold_text(cell[0], column) if len(cell) == 1 else ""
+    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53:
+        cell = int(cell)
+    text = "" if cell is None or isinstance(cell, bool) else str(cell).strip()
+    if "\\boxed" in text or "\\fbox" in text:
+        return last_box(text)[0]
+    # GSM8K: the working, then the answer.
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    # A solution may be the answer alone; prose is none.
+    prose = len(text) > 100 or re.search(r"\S\s*\n|[a-z]\.\s*$| [a-z]+ [a-z]+ ", text)
+    return "" if text.lower() == "nan" or (column.lower() == "solution" and prose) else text
 
 
 # Golds that nothing can be checked against: 143,300 rows of NuminaMath-1.5 have one.

@@ -37,7 +37,7 @@ _ANSWER_LINE = re.compile(
 )
 
 
-def _last_box(text: str) -> tuple[str, int]:
+def last_box(text: str) -> tuple[str, int]:
     r"""What the last balanced `\boxed{…}`, `\fbox{…}` or `\boxed 5` holds, and where it ends; ("", 0) if none.
 
     A box in a box is one. Linear time.
@@ -73,7 +73,7 @@ def extract_answer(text: str) -> str | None:
     ('3', None)
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
-    answer, end = _last_box(text)
+    answer, end = last_box(text)
     for line in reversed(_ANSWER_LINE.findall(text, end)):
         line = line.strip().rstrip("*_").removesuffix(".").rstrip("*_ ")
         # A box after `end` is one that was cut off.
@@ -142,20 +142,6 @@ def _integer(text: str) -> str | None:
     return "-" + digits if match[1] == "-" and digits != "0" else digits
 
 
-def gold_text(cell: object, column: str = "answer") -> str:
-    """A gold answer of any type as text, out of its box or list of one; "" where there is none."""
-    if isinstance(cell, list) and len(cell) == 1:
-        cell = cell[0]
-    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53:
-        cell = int(cell)
-    text = "" if cell is None or isinstance(cell, (list, dict)) else str(cell).strip()
-    if column == "solution" or _BOX.search(text):
-        text = _last_box(text)[0]
-    elif "####" in text:  # GSM8K: the working, then the answer
-        text = text.rpartition("####")[2].strip()
-    return "" if text.lower() == "nan" else text
-
-
 # characters; ten times the longest gold answer of the usual benchmarks
 LONGEST_ANSWER = 2_000
 START_SECONDS = 120.0
@@ -197,12 +183,11 @@ class Grader(contextlib.AbstractContextManager):
         self._idle = self._workers.copy()
 
     def grade(self, texts: list[str], golds: list[str]) -> list[Verdict]:
-        """A verdict on each response in `texts` by its answer in `golds`.
+        """A verdict on each response in `texts` by its answer in `golds`, see `data.gold_text`.
 
         Raises GraderError if the workers cannot start or keep dying.
         """
         answers = [extract_answer(text) for text in texts]
-        golds = [gold_text(gold) for gold in golds]
         spelled = {text: canonical(text) for text in {*golds, *answers} - {None}}
         kinds = self._judge([(spelled[g], spelled.get(a, "")) for g, a in zip(golds, answers, strict=True)])
         return [Verdict(kind, answer) for kind, answer in zip(kinds, answers)]

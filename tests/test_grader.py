@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import grader as module
-from support.grader import Grader, GraderError, Verdict, extract_answer, gold_text
+from support.data import gold_text
+from support.grader import Grader, GraderError, Verdict, extract_answer
 
 TOWER = r"\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}"  # hangs sympy, in C
 ROOT = Path(__file__).parent.parent
@@ -386,14 +387,13 @@ def test_numbers_are_equal_exactly_when_their_values_are(grader: Grader, top: in
 
 
 def test_the_kinds_of_verdict_and_their_rewards(grader: Grader) -> None:
-    """miles#2800: no gold is no fault of the response, so no label. A number is a gold (Skills#1074)."""
-    texts, golds = [r"\boxed{5}", r"\boxed{6}", "5", r"\boxed{5}", r"\boxed{5}"], ["5", "5", "5", "", None]
+    """miles#2800: no gold is no fault of the response, so no label."""
+    texts, golds = [r"\boxed{5}", r"\boxed{6}", "5", r"\boxed{5}", r"\boxed{5}"], ["5", "5", "5", "", " "]
     kinds = ["right", "wrong", "no answer", "bad gold", "bad gold"]
     verdicts = grader.grade(texts, golds)
     assert [v.kind for v in verdicts] == kinds and [v.reward for v in verdicts] == [1.0, 0.0, 0.0, None, None]
     assert [v.answer for v in verdicts] == ["5", "6", None, "5", "5"]
     assert Verdict("timeout", "5").reward is None
-    assert [v.reward for v in grader.grade([r"\boxed{70}"] * 2, [70, 70.0])] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -404,6 +404,7 @@ def test_the_kinds_of_verdict_and_their_rewards(grader: Grader) -> None:
         ([], "final_answer", ""),
         ([None], "final_answer", ""),
         (float("nan"), "answer", ""),
+        (27, "answer", "27"),
         (27.0, "answer", "27"),
         (3.83e35, "answer", "3.83e+35"),
         ("So it is $\\boxed{204}$.", "answer", "204"),
