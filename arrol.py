@@ -44,7 +44,8 @@ from support.distributed import gather_rollouts, shard
 from support.evaluation import evaluate, grade
 from support.grader import GraderError
 from support.metrics import Metrics, step_metrics
-from support.report import Clock, RunLog, load_metrics
+from support.report import Clock, RunLog
+from support.show import load_metrics
 
 
 class Pruner:

@@ -38,7 +38,8 @@ import numpy as np
 from tqdm import tqdm
 
 from support.args import TINY, Args, fail, parse
-from support.report import Metrics, load_metrics
+from support.metrics import Metrics
+from support.show import load_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = {

@@ -28,7 +28,8 @@ from support.distributed import print0, rank
 from support.evaluation import EvalSet, load_benchmark, make_benchmark, prepare
 from support.grader import Grader, GraderError
 from support.model import engine_from, load_policy, load_tokenizer, refuse_untrainable, vocabulary
-from support.report import load_metrics, plot_reward, summary
+from support.report import plot_reward, summary
+from support.show import load_metrics
 from tiny.sums import sums_range
 
 

@@ -23,6 +23,7 @@ from support.args import Args
 from support.data import Prompt
 from support.distributed import gather, rank
 from support.metrics import Metrics
+from support.show import aligned, load_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,15 +194,6 @@ def _append(path: Path, rows: list[dict]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def load_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
-    """The complete lines of a run's file, if it is there; a last one that was cut off by a crash is left out."""
-    if not (folder / name).exists():
-        return []
-    # Not splitlines: U+2028 inside a string is no line end.
-    with (folder / name).open(encoding="utf-8", newline="\n") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
-
-
 # Of the table at the end: row -> metric, format, whether the runs' ratio says something.
 ROWS = {
     **{f"{phase}, s": (f"time_{phase}", ".3f", True) for phase in "generate grade logprob update head sync".split()},
@@ -238,14 +230,6 @@ def _median(lines: list[Metrics], key: str) -> float:
     steps = [m for m in lines if m.get("pruning")] or [m for m in lines if m["step"] > 0]
     values = [m[key] for m in steps if key in m]
     return statistics.median(values) if values else math.nan
-
-
-def aligned(rows: list[list[str]]) -> str:
-    """Rows in columns, the first to the left and the others to the right, below a heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[cell.rjust(width) for cell, width in zip(row, widths)] for row in rows]
-    heading, *lines = ("  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded))
-    return "\n".join([heading, "-" * len(heading), *lines])
 
 
 @contextlib.contextmanager

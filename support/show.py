@@ -16,24 +16,36 @@ from pathlib import Path
 
 from support.args import fail
 
-COLUMNS = ("#", "score", "q", "p", "kept", "verdict", "answer", "tokens", "tail")
+COLUMNS = ["#", "score", "q", "p", "kept", "verdict", "answer", "tokens"]
+
+
+def load_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The complete lines of a run's file, if it is there; a last one that was cut off by a crash is left out."""
+    if not (folder / name).exists():
+        return []
+    # Not splitlines: U+2028 inside a string is no line end.
+    with (folder / name).open(encoding="utf-8", newline="\n") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Rows in columns, the first to the left and the others to the right, below a heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[cell.rjust(width) for cell, width in zip(row, widths)] for row in rows]
+    heading, *lines = ("  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded))
+    return "\n".join([heading, "-" * len(heading), *lines])
 
 
 def read(folder: Path, step: int | None, group: int | None) -> list[dict]:
     """A group of rollouts.jsonl, of the newest step and the first group in it where none is named."""
-    path, steps, number = folder / "rollouts.jsonl", {}, 0
+    path, steps = folder / "rollouts.jsonl", {}
     try:
-        # Not splitlines: U+2028 inside a string is no line end. The last one is empty, or was cut off by a crash.
-        for line in path.read_text("utf-8").split("\n")[:-1]:
-            number += 1
-            row = json.loads(line)
+        for row in load_metrics(folder, path.name):
             steps.setdefault(row["step"], {}).setdefault(row["group"], []).append(row)
-    except OSError as error:
-        fail(f"{path}: {error.strerror}; name the folder of a run of arrol.py")
     except (ValueError, KeyError, TypeError):
-        fail(f"{path}: line {number} is no rollout of arrol.py")
+        fail(f"{path}: not all of its lines are rollouts of arrol.py")
     if not steps:
-        fail(f"{path}: it is empty; a step writes to it when it ends, unless --log-rollouts is none")
+        fail(f"{path}: no rollout is there; name the folder of a run, and not one of --log-rollouts none")
     step = max(steps) if step is None else step
     if step not in steps:
         fail(f"--step {step}: {path} has the steps {min(steps)} to {max(steps)}")
@@ -54,11 +66,9 @@ def table(folder: Path, rows: list[dict], asked: list[str], width: int) -> list[
 
     kinds = {"wrong": lambda row: row["verdict"] in ("wrong", "no answer"), "pruned": lambda row: row["pruned"]}
     shown = [row for row in rows if not asked or any(kinds[name](row) for name in asked)]
-    body = [list(COLUMNS[:-1]), *map(cells, shown)]
-    widths = [max(map(len, column)) for column in zip(*body)]
-    left = ["  ".join(cell.rjust(size) for cell, size in zip(line, widths)) for line in body]
-    room = max(width - len(left[0]) - 2, len(COLUMNS[-1]))
-    tails = [COLUMNS[-1], *(one_line(row["tail"])[-room:] for row in shown)]
+    left = aligned([COLUMNS, *map(cells, shown)]).splitlines()
+    room = max(width - len(left[0]) - 2, len("tail"))
+    tails = ["tail", "", *(one_line(row["tail"])[-room:] for row in shown)]
     first = rows[0]
     place = f"{folder}, step {first['step']}, group {first['group']}: {len(shown)} of {len(rows)} rollouts"
     head = [place[:width], one_line(f"gold {first['gold']}, problem {first['prompt']}")[:width], ""]

@@ -32,7 +32,8 @@ from support.checkpoint import load_head
 from support.distributed import start_process_group
 from support.grader import Grader
 from support.model import engine_from, load, load_tokenizer, vocabulary
-from support.report import aligned, plot_votes
+from support.report import plot_votes
+from support.show import aligned
 
 
 @dataclasses.dataclass

@@ -29,7 +29,7 @@ from safetensors.numpy import load_file
 
 from bench.runs import ROOT
 from support.checkpoint import complete
-from support.report import load_metrics
+from support.show import load_metrics
 
 KILLED = (
     "--steps 12 --prompts 4 --group-size 8 --cold-start 2 --baseline-steps 0 --eval-problems 0 --checkpoint-every 1 "

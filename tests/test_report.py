@@ -13,7 +13,8 @@ from engine import Rollout
 from support.args import parse
 from support.data import Problem, Prompt
 from support.metrics import rollout_metrics
-from support.report import RunLog, Warnings, load_metrics, plot_reward, plot_rollouts, rollout_rows, summary
+from support.report import RunLog, Warnings, plot_reward, plot_rollouts, rollout_rows, summary
+from support.show import load_metrics
 
 
 def rollout(

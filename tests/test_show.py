@@ -48,16 +48,26 @@ def lines(*arguments: object, columns: int = 100) -> list[str]:
 
 def test_a_group_as_a_table(folder: Path) -> None:
     """A line for each rollout, whatever its text: no line end or escape of it reaches the terminal."""
-    head, gold, empty, *table = lines(folder, "--step", 1)
+    head, gold, empty, heading, dashes, *table = lines(folder, "--step", 1)
     assert head.endswith("step 1, group 7: 4 of 4 rollouts") and gold == "gold 7, problem set:7" and empty == ""
-    assert table[0].split() == ["#", "score", "q", "p", "kept", "verdict", "answer", "tokens", "tail"]
-    assert [row.split() for row in table[1:]] == [
+    assert set(dashes.strip()) == {"-"} and heading.split() == [
+        "#",
+        "score",
+        "q",
+        "p",
+        "kept",
+        "verdict",
+        "answer",
+        "tokens",
+        "tail",
+    ]
+    assert [row.split() for row in table] == [
         ["0", "0.90", "0.80", "0.30", "yes", "right", "7", "9"],
         ["1", "-", "-", "1.00", "no", "-", "-", "4", "cut"],
         ["2", "-", "-", "-", "yes", "no", "answer", "-", "2", "two", "lines", "[2Jend"],
         ["3", "0.25", "0.40", "0.50", "yes", "wrong", "8", "6"],
     ]
-    assert {row[: table[0].index("tail") - 2].rstrip().rfind(" ") for row in table[1:]} == {table[0].index("tail") - 4}
+    assert {row[: heading.index("tail") - 2].rstrip().rfind(" ") for row in table} == {heading.index("tail") - 4}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +77,7 @@ def test_a_group_as_a_table(folder: Path) -> None:
 def test_some_of_a_group(folder: Path, flags: str, samples: str) -> None:
     """No answer is a wrong one, as its reward says."""
     table = lines(folder, "--step", 1, *flags.split())
-    assert f"{len(samples)} of 4 rollouts" in table[0] and "".join(row.split()[0] for row in table[4:]) == samples
+    assert f"{len(samples)} of 4 rollouts" in table[0] and "".join(row.split()[0] for row in table[5:]) == samples
 
 
 def test_the_newest_step_and_another_group(folder: Path) -> None:
@@ -79,19 +89,19 @@ def test_two_runs_side_by_side(folder: Path, tmp_path_factory: pytest.TempPathFa
     rows = rollout_rows(1, PROMPTS, [Rollout(8, 5, [0] * 3, finish="stop", verdict="right", tail="x" * 200)])
     (other / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = lines(folder, other, "--step", 1, columns=203)
-    assert all(row[100:103] == " | " and len(row) <= 203 for row in table if len(row) > 103) and len(table) == 8
-    assert table[4][:100].split()[0] == "0" and table[4][103:].split()[0] == "5" and table[4].endswith("xxx")
-    assert [row.split()[0] for row in table[4:]] == ["0", "1", "2", "3"]
+    assert all(row[100:103] == " | " and len(row) <= 203 for row in table if len(row) > 103) and len(table) == 9
+    assert table[5][:100].split()[0] == "0" and table[5][103:].split()[0] == "5" and table[5].endswith("xxx")
+    assert [row.split()[0] for row in table[5:]] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("{folder}/none", "none/rollouts.jsonl: No such file or directory; name the folder of a run"),
+        ("{folder}/none", "none/rollouts.jsonl: no rollout is there; name the folder of a run, and not one of --log-rollouts none"),
         ("{folder} --step 9", "--step 9: {folder}/rollouts.jsonl has the steps 1 to 2"),
         ("{folder} --group 9", "--group 9: step 2 of {folder}/rollouts.jsonl has the groups 7, 8"),
-        ("{folder}/empty", "it is empty; a step writes to it when it ends, unless --log-rollouts is none"),
-        ("{folder}/broken", "broken/rollouts.jsonl: line 2 is no rollout of arrol.py"),
+        ("{folder}/empty", "empty/rollouts.jsonl: no rollout is there"),
+        ("{folder}/broken", "broken/rollouts.jsonl: not all of its lines are rollouts of arrol.py"),
         ("{folder} {folder} {folder}", "two runs fit side by side"),
     ],
 )

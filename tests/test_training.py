@@ -26,7 +26,8 @@ from support.args import TINY, parse
 from support.evaluation import EvalSet
 from support.grader import Grader, GraderError, Verdict
 from support.launch import Parts, load_prompts
-from support.report import load_metrics, tracker_name
+from support.report import tracker_name
+from support.show import load_metrics
 
 ROOT = Path(arrol.__file__).parent
 
