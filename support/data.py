@@ -62,7 +62,7 @@ def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> 
 
 
 class DataError(ValueError):
-    """What is wrong with a data set, in one sentence. The caller adds the flag."""
+    """What is wrong with a data set, in one sentence, without the flag."""
 
     def __init__(self, place: str, fault: object, remedy: str) -> None:
         super().__init__(f"{place}: {' '.join(str(fault).split())[:500]}; {remedy}")
@@ -80,13 +80,11 @@ def read(
     """
     by_hand = is_file(source) and not source.lower().endswith(".parquet")
     kept: dict[str, Problem] = {}
-    times, dropped, conflicting, columns = Counter(), Counter(), set(), None
-    for number, place, row in _json(source) if by_hand else _arrow(source, config, split, remedy):
-        before, columns = columns, columns_of(row, place)
+    times, dropped, conflicting, columns = Counter(), Counter(), set(), ()
+    rows = _json(source) if by_hand else _arrow(source, config, split, remedy)
+    for number, (place, row) in enumerate(rows, 1):
+        columns = columns_of(row, place)
         text, answer = unwrap(_text(row[columns[0]])), gold_text(row[columns[1]], columns[1])
-        if strict and before not in (None, columns):
-            fault = f"columns {' and '.join(columns)}, where the rows before have {' and '.join(before)}"
-            raise DataError(place, fault, "use the same columns in every row")
         if fault := _fault(text, answer):
             if strict:
                 column = columns[1 if text else 0]
@@ -97,12 +95,12 @@ def read(
             continue
         key = place if strict else " ".join(text.split())
         times[key] += 1
-        first = kept.setdefault(key, Problem(f"{name}:{len(kept) + 1 if strict else number}", text, answer))
+        first = kept.setdefault(key, Problem(f"{name}:{number}", text, answer))
         if first.answer != answer and canonical(first.answer) != canonical(answer):
             conflicting.add(key)
     problems = [problem for key, problem in kept.items() if key not in conflicting]
     if strict:
-        return problems, f"{source} ({' and '.join(columns or ())})"
+        return problems, f"{source} ({' and '.join(columns)})"
     total = times.total() + dropped.total()
     dropped["with conflicting answers"] = sum(times[key] for key in conflicting)
     dropped["duplicates"] = times.total() - dropped["with conflicting answers"] - len(problems)
@@ -111,20 +109,17 @@ def read(
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` names a file, and no hub id. Raises DataError where it cannot be read."""
-    known = Path(source).suffix.lower() in (".jsonl", ".json", ".parquet")
-    if not known and Path(source).is_file():
+    """Whether `source` names a file, and no hub id. Raises DataError on one that is not there or of another kind."""
+    known, there = Path(source).suffix.lower() in (".jsonl", ".json", ".parquet"), Path(source).is_file()
+    if there and not known:
         raise DataError(source, "not a .jsonl, .json or .parquet file", "convert it to one of them")
-    try:
-        if known:
-            open(source, "rb").close()
-    except OSError as error:
-        raise DataError(source, error.strerror, "name a readable file or a hub id") from error
+    if known and not there:
+        raise DataError(source, "No such file", "name a file or a hub id")
     return known
 
 
-def _json(source: str) -> Iterator[tuple[int, str, dict[str, object]]]:
-    """JSON lines, or a list in a .json file: number of each row (of JSON lines, the line's), place, cells."""
+def _json(source: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Place and cells of each row of JSON lines, or of a list in a .json file."""
     # By hand: datasets rounds long integers, makes dates of texts, takes two objects in a line, and
     # names no line where it fails. Only newline bytes end lines: U+2028 in a string does not.
     with open(source, "rb") as file:
@@ -138,18 +133,18 @@ def _json(source: str) -> Iterator[tuple[int, str, dict[str, object]]]:
             except (ValueError, RecursionError) as error:
                 place = f"{source}:{getattr(error, 'lineno', 1) if listed else number}"
                 raise DataError(place, f"bad JSON ({error})", "mend it (one object a line, or a list)") from error
-            for index, row in enumerate(found, 1) if listed else [(number, found)]:
+            for index, row in enumerate(found if listed else [found], 1):
                 place = f"{source} (row {index})" if listed else f"{source}:{number}"
                 # ORZ: question and answer as two messages
                 if isinstance(row, list) and [type(message) for message in row] == [dict, dict]:
                     row = dict(zip("01", row))
                 if not isinstance(row, dict):
                     raise DataError(place, f"a JSON {type(row).__name__}, no row", "write one object for each problem")
-                yield index, place, row
+                yield place, row
 
 
-def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[tuple[int, str, dict[str, object]]]:
-    """A parquet file, a folder or a set on the hub, all by datasets."""
+def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """The same of a parquet file, a folder or a set on the hub, all by datasets."""
     import datasets
 
     # It also raises what it logs.
@@ -160,14 +155,14 @@ def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[tuple[
     with tempfile.TemporaryDirectory() as folder:
         # What is local is streamed: no cache older than the file, or in a home that is read-only.
         local = {"streaming": True, "cache_dir": folder} if Path(source).exists() else {}
-        numbers = itertools.count(1)
         try:
             table = datasets.load_dataset(**what, **local)
             columns = list(columns_of(table.column_names or next(iter(table)), source))
             # By batches of arrow: row by row, the 1.8 million of DAPO-Math-17k take a minute more.
-            for batch in table.select_columns(columns).with_format("arrow").iter(16_384):
-                for row, number in zip(batch.to_pylist(), numbers):
-                    yield number, f"{source} (row {number})", row
+            batches = table.select_columns(columns).with_format("arrow").iter(16_384)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, 1):
+                yield f"{source} (row {number})", row
         except DataError:
             raise
         # Each of the builders of datasets raises its own kinds.

@@ -176,11 +176,10 @@ def test_a_bad_cell_is_named_with_its_row_and_column(tmp_path: Path, ending: str
         ("math50", "math50: neither a known set nor a file nor sums; write one of math500, .*sums"),
         ("mine=rows.jsonl", "mine=rows.jsonl: no set is known as 'mine'; write one of math500, "),
         ("amc23=rows", "amc23=rows: neither a known set nor a file nor sums; "),
-        ("amc23=missing.jsonl", "missing.jsonl: No such file or directory; name a readable file"),
-        ("missing.parquet", "missing.parquet: .*; name a readable file"),
+        ("amc23=missing.jsonl", "missing.jsonl: No such file; name a file"),
+        ("missing.parquet", "missing.parquet: No such file; name a file"),
         ("rows.csv", "rows.csv: not a .*file; convert it"),
         ("empty.jsonl", "empty.jsonl: there is no problem in it; "),
-        ("mixed.jsonl", "mixed.jsonl:2: columns problem and solution, where the rows before have problem and answer; "),
         ("text.jsonl", "text.jsonl:1: no problem or no answer among the columns .*; "),
         ("bad.parquet", "bad.parquet: .*not a parquet file.*; write "),
         ("sums:3-2:9", "sums:3-2:9: write sums, or sums:2-3:20 "),
@@ -195,7 +194,6 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(
     Path("rows.csv").write_text("problem,answer\n")
     Path("empty.jsonl").write_text("\n")
     Path("bad.parquet").write_text("not parquet")
-    write(Path("mixed.jsonl"), [{"problem": "a", "answer": "1"}, {"problem": "b", "solution": "\\boxed{2}"}])
     write(Path("text.jsonl"), [{"text": "a", "label": "1"}])
     with pytest.raises(ValueError, match=f"^--data {message}") as caught:
         load_benchmark(spec, "--data")

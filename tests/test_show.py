@@ -97,7 +97,10 @@ def test_two_runs_side_by_side(folder: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("{folder}/none", "none/rollouts.jsonl: no rollout is there; name the folder of a run, and not one of --log-rollouts none"),
+        (
+            "{folder}/none",
+            "none/rollouts.jsonl: no rollout is there; name the folder of a run, and not one of --log-rollouts none",
+        ),
         ("{folder} --step 9", "--step 9: {folder}/rollouts.jsonl has the steps 1 to 2"),
         ("{folder} --group 9", "--group 9: step 2 of {folder}/rollouts.jsonl has the groups 7, 8"),
         ("{folder}/empty", "empty/rollouts.jsonl: no rollout is there"),
