@@ -88,8 +88,7 @@ def read(
         if fault := _fault(text, answer):
             if strict:
                 column = columns[1 if text else 0]
-                shown = json.dumps(row[column], default=str, ensure_ascii=False)[:60]
-                fault = f"a problem {fault}: column {column}, which holds {shown}"
+                fault = f"a problem {fault}: column {column}, which holds {row[column]!r:.60}"
                 raise DataError(place, fault, "mend or delete it")
             dropped[fault] += 1
             continue

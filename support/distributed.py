@@ -94,7 +94,6 @@ def gather_rollouts(rollouts: list[Rollout]) -> list[Rollout]:
     """
     if world_size() == 1:
         return rollouts
-
     own = {(r.group, r.sample): r for r in rollouts}
     stubs = [_stub(r) for r in (rollouts if rank() % _tp == 0 else [])]
     for number, r in enumerate(r for r in rollouts if r.reward is not None):

@@ -137,15 +137,13 @@ def run(args: Args, trainer: type) -> int:
     for notice in (signal.SIGINT, signal.SIGTERM):
         # A cluster's notice is treated as Ctrl-C.
         signal.signal(notice, signal.default_int_handler)
-    resume_from = None
-    if args.resume:
-        resume_from = next(reversed(checkpoint.complete(Path(args.output))), None)
-        if not resume_from:
-            fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
+    found = checkpoint.complete(Path(args.output)) if args.resume else [None]
+    if not found:
+        fail(f"--resume {args.resume}: there is no complete checkpoint in it; start again with another --output")
     try:
         with open_parts(args) as parts:
             # Rank 0's: ranks may differ in the time of day, which names the folder.
-            args.output, resume_from = distributed.gather((args.output, resume_from))[0]
+            args.output, resume_from = distributed.gather((args.output, found[-1]))[0]
             _train(args, parts, trainer, resume_from)
         return 0
     except KeyboardInterrupt:

@@ -28,23 +28,20 @@ LESS = {"generate": "--gpu-memory-utilization", "logprob": "--token-budget", "up
 
 
 class Shape:
-    """Numbers of parameters, counted on a model without storage, and bytes per token in bfloat16."""
+    """Of a model that `Policy` takes: parameters, counted without storage, and bytes per token in bfloat16."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-        layers = max(([sum(p.numel() for p in layer.parameters()) for layer in stack] for stack in stacks), key=sum)
-        # With a vision tower, the text model's config lies within the model's.
-        text = config.get_text_config()
-        self.hidden, self.vocabulary, heads = text.hidden_size, text.vocab_size, text.num_attention_heads
-        keys = getattr(text, "num_key_value_heads", None) or heads
-        head_dim = getattr(text, "head_dim", None) or self.hidden // heads
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+        self.hidden, self.vocabulary, heads = config.hidden_size, config.vocab_size, config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or self.hidden // heads
         # Some have a width for each layer; of a mixture, the experts of one token count.
-        widths = getattr(text, "intermediate_size", None) or 4 * self.hidden
+        widths = config.intermediate_size
         width = widths if isinstance(widths, int) else max(widths)
-        experts = getattr(text, "num_experts_per_tok", None) or 1
-        width = max(width, experts * (getattr(text, "moe_intermediate_size", None) or width))
+        experts = getattr(config, "num_experts_per_tok", None) or 1
+        width = max(width, experts * (getattr(config, "moe_intermediate_size", None) or width))
         self.parameters = sum(p.numel() for p in model.parameters())
         # What FSDP gathers first: embeddings, norm, lm_head.
         self.root = self.parameters - sum(layers)

@@ -89,10 +89,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
 
 
-def interval(
-    values: Sequence[float], seed: int = 0, resamples: int = 10_000, level: float = 0.95
-) -> tuple[float, float]:
-    """Percentile bootstrap of the mean: the middle `level` of the means of resampled `values`.
+def interval(values: Sequence[float], seed: int = 0, resamples: int = 10_000) -> tuple[float, float]:
+    """Percentile bootstrap of the mean: the middle 95% of the means of resampled `values`.
 
     One value per problem; the samples of a problem are not resampled. Raises ValueError if there is
     no value or one is not finite. Equal values give an interval of width 0, which proves nothing.
@@ -103,7 +101,7 @@ def interval(
     # Ten at a time: all at once would not fit in memory, one by one is slow.
     rng = np.random.default_rng(seed)
     means = [data[rng.integers(len(data), size=(10, len(data)))].mean(1) for _ in range(resamples // 10)]
-    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)
 
 

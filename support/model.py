@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 # Parameters x tokens that a core takes through a step in a second: of 281M parameters, two made 16 tokens.
 CORE_SPEED = 281e6 * 16 / 2
-
-
 # What the proof compares: so many prompts, at most so much of each, and responses of so many tokens.
 PROMPTS, PROMPT_TOKENS, SAMPLES, TOKENS = 2, 64, 4, 16
 # Nats: between two orders of the same float32 sums.
@@ -134,25 +132,17 @@ def _free_memory() -> int:
     return free
 
 
-@contextlib.contextmanager
-def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> Iterator[Engine]:
-    """The engine that the flags ask for, taken down at the end, before the process group, which it uses."""
+def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> contextlib.closing[Engine]:
+    """The engine that the flags ask for, to be entered within the process group, which it uses to its end."""
+    options = args.select("model detect_length max_num_seqs seed gpu_memory_utilization kv_cache_gb verbose")
+    options |= {"max_model_len": args.max_length, "tensor_parallel": tp, "number": distributed.engine_number()}
     try:
-        engine = Engine(
-            max_model_len=args.max_length,
-            tensor_parallel=tp,
-            number=distributed.engine_number(),
-            vocabulary=vocabulary,
-            dtype=working_dtype(device),
-            **args.select("model detect_length max_num_seqs seed gpu_memory_utilization kv_cache_gb verbose"),
-        )
+        return contextlib.closing(Engine(vocabulary=vocabulary, dtype=working_dtype(device), **options))
     except Exception as error:
         # Whatever vLLM raises.
         if args.verbose:
             raise
         fail(_why_no_engine(f"{type(error).__name__}: {error}", args, device))
-    with contextlib.closing(engine):
-        yield engine
 
 
 def _why_no_engine(error: str, args: SamplingArgs, device: torch.device) -> str:

@@ -112,7 +112,7 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 class Warnings:
-    """One warning, once a run, when nothing can be learnt: what is wrong, an example, the flag that helps."""
+    """One warning a run when nothing can be learnt: what is wrong, an example, the flag that helps."""
 
     def __init__(self) -> None:
         self.zeros, self.warned = 0, False
