@@ -15,7 +15,6 @@ One training step is Algorithm 1 of the paper; read it from `Trainer.step`:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import sys
@@ -329,17 +328,7 @@ class Trainer:
         if not parts.eval_sets:
             return {}
         self.engine.wake(self.weights())
-        sampling = dataclasses.replace(self.sampling, temperature=args.eval_temperature, top_p=args.eval_top_p)
-        scores = evaluate(
-            self.engine,
-            parts.eval_sets,
-            parts.tokenizer,
-            parts.grader,
-            sampling,
-            args.eval_n,
-            args.seed,
-            args.rollout_seeds,
-        )
+        scores = evaluate(self.engine, parts.eval_sets, parts.tokenizer, parts.grader, self.sampling, args)
         self.engine.sleep()
         return scores | {"time_eval": time.perf_counter() - started}
 

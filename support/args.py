@@ -16,8 +16,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn
 
-from support.data import INSTRUCTION
-
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 TINY = Path(__file__).resolve().parent.parent / "tiny"
 SETS = "math500, minerva, olympiadbench, amc23, aime24, aime25 (from the hub), NAME=FILE, a file, or sums"
 TYPES = {"str": [str], "int": [int], "bool": [bool], "float": [float, int], "tuple[str, ...]": [tuple, list]}

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tiny.sums
+from support.args import SamplingArgs
 from support.grader import canonical, last_box
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
 
 
@@ -253,7 +253,7 @@ _WISH = re.compile(r"(\s+Let's think step by step|((?<=[.?!$])\s+|\s*\n)(?=\S))[
 
 @functools.lru_cache(100_000)
 def unwrap(text: str) -> str:
-    """The problem without its set's wish for a form of the answer: `INSTRUCTION` asks for another."""
+    """The problem without its set's wish for a form of the answer: --instruction asks for another."""
     text = re.sub(r"\ASolve the following math problem step by step\.( [^\n]*\bAnswer:[^\n]*)?\n", "", text.strip())
     body, found, _ = text.rpartition("\nRemember to put your answer on its own line")
     text = body if found else text
@@ -268,14 +268,8 @@ class Prompt:
     token_ids: list[int]
 
 
-def tokenize(
-    problems: list[Problem],
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int,
-    instruction: str | None = INSTRUCTION,
-    enable_thinking: bool = False,
-) -> tuple[list[Prompt], int]:
-    """Prompts of at most `max_prompt_tokens` tokens, and how many were longer and are left out.
+def tokenize(problems: list[Problem], tokenizer: Tokenizer, args: SamplingArgs) -> tuple[list[Prompt], int]:
+    """Prompts of at most `max_prompt` tokens, and how many were longer and are left out.
 
     By the chat template where there is one, else as plain text: the problem and the instruction if
     any, each with a newline. No prompt starts with two BOS, also if template and tokenizer add one.
@@ -283,24 +277,24 @@ def tokenize(
     """
     if not problems:
         return [], 0
-    texts = [f"{problem.text}\n{instruction}" if instruction else problem.text for problem in problems]
+    texts = [f"{problem.text}\n{args.instruction}" if args.instruction else problem.text for problem in problems]
     bos, prompts = tokenizer.bos_token_id, []
     if tokenizer.chat_template:
-        ids = _chat_ids(texts, tokenizer, enable_thinking)
-        switched = ids[:1] != _chat_ids(texts[:1], tokenizer, not enable_thinking)
+        ids = _chat_ids(texts, tokenizer, args.thinking)
+        switched = ids[:1] != _chat_ids(texts[:1], tokenizer, not args.thinking)
     else:
         # Some tokenizers also append EOS to what they encode, so only their BOS is taken over.
         start = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
         encoded = tokenizer([text + "\n" for text in texts], add_special_tokens=False)["input_ids"]
         ids, switched = [start + row for row in encoded], False
-    if enable_thinking and not switched:
+    if args.thinking and not switched:
         raise ValueError("--thinking: the model's chat template has no switch for it; leave the flag out")
     for problem, row in zip(problems, ids, strict=True):
         while bos is not None and row[:2] == [bos, bos]:
             row = row[1:]
         if not row:
             raise ValueError(f"the tokenizer makes no token of problem {problem.id}")
-        if len(row) <= max_prompt_tokens:
+        if len(row) <= args.max_prompt:
             prompts.append(Prompt(problem, row))
     return prompts, len(problems) - len(prompts)
 

@@ -121,8 +121,7 @@ class SharedDecisions:
 
     def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
         decisions = [self.pruner.decide(states, groups, samples)]
-        if _engine_group is not None:
-            dist.broadcast_object_list(decisions, src=rank() - rank() % _tp, group=_engine_group)
+        dist.broadcast_object_list(decisions, src=rank() - rank() % _tp, group=_engine_group)
         return decisions[0]
 
     def __getattr__(self, name: str) -> object:

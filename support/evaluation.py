@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 import tiny.sums
 from engine import Engine, Rollout, Sampling
 from support import data
-from support.args import SamplingArgs
+from support.args import Args, SamplingArgs
 from support.data import DataError, Problem, Prompt
 from support.distributed import gather_rollouts, shard
 from support.grader import Grader
@@ -84,9 +84,7 @@ def make_benchmark(name: str, problems: list[Problem], metric: str, source: str)
     """A set with its digest and the line that reports it."""
     contents = json.dumps([[p.id, p.text, p.answer] for p in problems])
     digest = hashlib.sha256(contents.encode()).hexdigest()[:12]
-    repeated = len(problems) - len({problem.text for problem in problems})
-    note = f", {repeated} of them repeated" if repeated else ""
-    report = f"{name}: {len(problems)} problems{note} from {source}, digest {digest}, headline {metric}"
+    report = f"{name}: {len(problems)} problems from {source}, digest {digest}, headline {metric}"
     return Benchmark(name, problems, metric, digest, report)
 
 
@@ -104,7 +102,7 @@ def prepare(
     benchmark: Benchmark, tokenizer: Tokenizer, args: SamplingArgs, training: list[Problem]
 ) -> tuple[EvalSet, str]:
     """A benchmark's prompts, and its report with what is too long and what is in the `training` set too."""
-    prompts, too_long = data.tokenize(benchmark.problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+    prompts, too_long = data.tokenize(benchmark.problems, tokenizer, args)
     seen = len(contaminated(benchmark.problems, training))
     long = f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else ""
     known = f"; CONTAMINATED: {seen} of them are in the training set" if seen else ""
@@ -151,7 +149,6 @@ def grade(rollouts: list[Rollout], prompts: Mapping[int, Prompt], tokenizer: Tok
     texts = [start[rollout.group] + text(rollout.token_ids) for rollout in survivors]
     verdicts = grader.grade(texts, [prompts[rollout.group].problem.answer for rollout in survivors])
     for rollout in rollouts:
-        rollout.verdict = rollout.answer = rollout.reward = None
         # 1,000 tokens make 200 characters, also where one takes four.
         rollout.tail = tokenizer.decode(rollout.token_ids[-1000:])[-200:]
     for rollout, verdict in zip(survivors, verdicts, strict=True):
@@ -159,20 +156,13 @@ def grade(rollouts: list[Rollout], prompts: Mapping[int, Prompt], tokenizer: Tok
 
 
 def evaluate(
-    engine: Engine,
-    sets: list[EvalSet],
-    tokenizer: Tokenizer,
-    grader: Grader,
-    sampling: Sampling,
-    n: int,
-    seed: int,
-    rollout_seeds: bool = False,
+    engine: Engine, sets: list[EvalSet], tokenizer: Tokenizer, grader: Grader, sampling: Sampling, args: Args
 ) -> dict[str, float]:
     """avg@n, pass@16 where there are so many samples, accuracy of one greedy sample: `eval/<set>/<score>`.
 
     Sets whose metric is pass@16 get 16 samples per problem at least. Where problems were too long
     and count as wrong, `too_long` is their number. Each rank samples its share of the problems and
-    gets all scores; with `rollout_seeds` any number of ranks gets the same.
+    gets all scores. sampling: of training; `args` have another temperature and nucleus.
     """
 
     def right(prompts: dict[int, Prompt], count: int, how: Sampling) -> list[int]:
@@ -180,15 +170,17 @@ def evaluate(
         local = shard(prompts)
         ids = {group: prompt.token_ids for group, prompt in local.items()}
         # Engines with one seed would all draw the same numbers.
-        own = seed if rollout_seeds else seed + engine.number
-        rollouts = engine.generate(ids, count, how, seed=own, rollout_seeds=rollout_seeds, logprobs=0, progress=True)
+        seed = args.seed if args.rollout_seeds else args.seed + engine.number
+        options = {"rollout_seeds": args.rollout_seeds, "logprobs": 0, "progress": True}
+        rollouts = engine.generate(ids, count, how, seed=seed, **options)
         grade(rollouts, local, tokenizer, grader)
         correct = Counter(r.group for r in gather_rollouts(rollouts) if r.verdict == "right")
         return [correct[group] for group in prompts]
 
     metrics: dict[str, float] = {}
+    sampling = replace(sampling, temperature=args.eval_temperature, top_p=args.eval_top_p)
     for chosen in sets:
-        samples = max(n, PASS_K) if chosen.metric == f"pass@{PASS_K}" else n
+        samples = max(args.eval_n, PASS_K) if chosen.metric == f"pass@{PASS_K}" else args.eval_n
         prompts, size = dict(enumerate(chosen.prompts)), len(chosen.prompts) + chosen.too_long
         counts = right(prompts, samples, sampling)
         scores = {f"avg@{samples}": sum(counts) / (samples * size)}

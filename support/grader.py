@@ -268,7 +268,7 @@ class _Worker:
     def start(self) -> None:
         # A fork would copy an engine and threads; multiprocessing's spawn would import the main script again.
         script, pipe = Path(__file__).resolve().parent / "equality.py", subprocess.PIPE
-        command = [sys.executable, "-P", script, "--grade-worker", str(self.timeout), str(self.memory_mb)]
+        command = [sys.executable, "-P", script, "--grade-worker", str(self.memory_mb)]
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
 
     def ask(self, pair: tuple[str, str], fresh: bool) -> str:

@@ -62,7 +62,7 @@ def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[d
             elif args.eval_problems or not sums_range(source):
                 found = load_benchmark(source, "--eval-data", args.eval_problems)
                 benchmarks.append(dataclasses.replace(found, name=name or found.name))
-        prompts, dropped = data.tokenize(problems, tokenizer, args.max_prompt, args.instruction, args.thinking)
+        prompts, dropped = data.tokenize(problems, tokenizer, args)
         sets = [prepare(benchmark, tokenizer, args, problems) for benchmark in benchmarks if benchmark.problems]
     except ValueError as error:
         fail(str(error))

@@ -47,12 +47,10 @@ def head_metrics(scores: Tensor, labels: Tensor, groups: Tensor) -> dict[str, fl
     """How well scores s' (N,) tell right from wrong: `labels` (N,) 0/1, `groups` (N,) int64.
 
     `auc`, `auc_within` groups, and `accuracy` at s' = 1/2 beside `base_rate`, that of the better
-    constant guess. NaN scores are left out. Raises ValueError on scores outside [0, 1].
+    constant guess. Raises ValueError on scores that are not within [0, 1].
     """
-    scores, labels, groups = scores.detach().cpu().double(), labels.detach().cpu(), groups.detach().cpu()
-    known = ~scores.isnan()
-    scores, labels, groups = scores[known], labels[known].double(), groups[known]
-    if ((scores < 0) | (scores > 1)).any():
+    scores, labels, groups = scores.detach().cpu().double(), labels.detach().cpu().double(), groups.detach().cpu()
+    if not ((scores >= 0) & (scores <= 1)).all():
         raise ValueError("scores must lie in [0, 1]: pass sigmoid(logit)")
     ratio = labels.mean().item()
     return {

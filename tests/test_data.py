@@ -14,7 +14,8 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from support.data import INSTRUCTION, Problem, load, stop_token_ids, sums, tokenize, unwrap
+from support.args import INSTRUCTION, SamplingArgs
+from support.data import Problem, load, stop_token_ids, sums, tokenize, unwrap
 from tiny.sums import sums_range
 
 DAPO_HEAD = (
@@ -385,7 +386,7 @@ def tokenizer(template: str | None = None, add_eos: bool = False, letters: bool 
 
 
 def ids_of(text: str, with_tokenizer: PreTrainedTokenizerFast, **options: object) -> list[int]:
-    (prompt,), dropped = tokenize([Problem("1", text, "2")], with_tokenizer, 1024, **options)
+    (prompt,), dropped = tokenize([Problem("1", text, "2")], with_tokenizer, SamplingArgs(**options))
     assert dropped == 0
     return prompt.token_ids
 
@@ -409,11 +410,10 @@ def test_the_prompt_asks_for_a_box_by_the_template_or_in_plain_text() -> None:
     assert chat.decode(ids_of("1+1?", chat)) == expected
 
 
-@pytest.mark.parametrize("instruction", [None, ""])
-def test_without_an_instruction_the_plain_prompt_is_the_problem_and_a_newline(instruction: str | None) -> None:
+def test_without_an_instruction_the_plain_prompt_is_the_problem_and_a_newline() -> None:
     """The embedded model's vocabulary has no letters to write an instruction with."""
     digits = tokenizer(letters=False)
-    assert digits.decode(ids_of("25-13=?", digits, instruction=instruction)) == "<bos>25-13=?\n"
+    assert digits.decode(ids_of("25-13=?", digits, instruction="")) == "<bos>25-13=?\n"
 
 
 def test_a_problem_that_the_tokenizer_cannot_write_at_all_is_no_empty_prompt() -> None:
@@ -427,17 +427,17 @@ def test_a_problem_that_the_tokenizer_cannot_write_at_all_is_no_empty_prompt() -
 def test_the_template_is_told_whether_to_think(enable_thinking: bool, end: str) -> None:
     """OpenRLHF#1073: thinking left on, or off, because the template never heard of the setting."""
     thinker = tokenizer(THINKING_TEMPLATE)
-    assert thinker.decode(ids_of("1+1", thinker, enable_thinking=enable_thinking)).endswith(f"assistant\n{end}")
+    assert thinker.decode(ids_of("1+1", thinker, thinking=enable_thinking)).endswith(f"assistant\n{end}")
 
 
 def test_the_switch_may_have_another_name_and_none_is_said_so() -> None:
     """DeepSeek and Granite call it `thinking`. Asked of a template without a switch, thinking would be left off."""
     thinker = tokenizer(THINKING_TEMPLATE.replace("enable_thinking", "thinking"))
     for wanted, end in ((True, "<think>"), (False, "<think></think>")):
-        assert thinker.decode(ids_of("1+1", thinker, enable_thinking=wanted)).endswith(end)
+        assert thinker.decode(ids_of("1+1", thinker, thinking=wanted)).endswith(end)
     for template in (LLAMA_TEMPLATE, None):
         with pytest.raises(ValueError, match="^--thinking: .*no switch.*; leave the flag out"):
-            ids_of("1+1", tokenizer(template), enable_thinking=True)
+            ids_of("1+1", tokenizer(template), thinking=True)
 
 
 @pytest.mark.parametrize("template", [None, LLAMA_TEMPLATE])
@@ -446,10 +446,10 @@ def test_prompts_that_are_too_long_are_dropped_by_their_token_count(template: st
     one = tokenizer(template)
     problems = [Problem(str(n), "1" * n, "2") for n in (3, 1, 2)]
     length = len(ids_of("1", one)) + 1
-    prompts, dropped = tokenize(problems, one, max_prompt_tokens=length)
+    prompts, dropped = tokenize(problems, one, SamplingArgs(max_prompt=length))
     assert [p.problem.id for p in prompts] == ["1", "2"] and dropped == 1
     assert [len(p.token_ids) for p in prompts] == [length - 1, length]
-    assert tokenize([], one, length) == ([], 0)
+    assert tokenize([], one, SamplingArgs()) == ([], 0)
 
 
 def test_every_end_of_sequence_id_stops_a_response() -> None:

@@ -101,7 +101,7 @@ def trainer(tmp_path: Path, make_engine: Callable[..., Engine], monkeypatch: pyt
             engine = make_engine(
                 folder, detect_length=8, max_model_len=96, max_num_seqs=16, kv_cache_gb=0.05, vocabulary=ids
             )
-            prompts, _ = data.tokenize(data.load("sums", 1)[0][:20], tokenizer, 64, "")
+            prompts, _ = data.tokenize(data.load("sums", 1)[0][:20], tokenizer, args)
             return Trainer(args, Parts(engine, tokenizer, prompts, [], stops, grader, CPU))
 
         yield make

@@ -55,7 +55,7 @@ def trainer(engine: Engine, tmp_path: Path) -> Callable[..., Trainer]:
                 "warmup_steps": 2,
             } | changes
             args = parse([f"--{name.replace('_', '-')}={value}" for name, value in flags.items()])
-            prompts, _ = data.tokenize(data.sums(200, 1), tokenizer, args.max_prompt, args.instruction)
+            prompts, _ = data.tokenize(data.sums(200, 1), tokenizer, args)
             stops = data.stop_token_ids(
                 tokenizer, AutoModelForCausalLM.from_pretrained(TINY).config, GenerationConfig.from_pretrained(TINY)
             )
