@@ -1,4 +1,4 @@
-"""Rollouts of a run as a table, or of two runs side by side.
+"""What a run has written, read without torch: its rollouts as a table, or those of two runs side by side.
 
     python -m support.show runs/NAME --step 20 [--group 320] [--wrong] [--pruned]
     python -m support.show runs/NAME/baseline runs/NAME

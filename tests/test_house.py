@@ -135,12 +135,15 @@ def test_the_six_are_read_in_an_evening() -> None:
     assert sum(sizes.values()) <= 2050 and max(sizes.values()) <= 440, sizes
 
 
-@pytest.mark.parametrize(("folder", "most"), [("support", 3150), ("bench", 2300)])
+@pytest.mark.parametrize(("folder", "most"), [("support", 3065), ("bench", 2300)])
 def test_folders_do_not_grow(folder: str, most: int) -> None:
     """What in bench/ measures something else than the paper does comes on top.
 
-    support/ was planned with 2,300. Some 650 came later: equality.py, show.py, the proofs and refusals
-    of model.py, published shapes of data sets, thinking markers, the names of trackers, failed saves.
+    support/ was planned with 2,300. Of 3,150 that it came to have, 654 served what came after the
+    plan: refusals and proofs of model.py 171, equality.py 162, show.py 86, names in trackers,
+    warning and picture of a group 81, published shapes of data sets 44, Unicode and odd boxes 38,
+    markers of thinking 24, and 48 in pieces of less (saved flags, failed saves, mixtures of experts,
+    how threads wait, the checks of tts.py).
     """
     others = {"engine.py", "gpu.py", "grading.py", "peers.py", "trainer.py", "trl_speed.py"}
     sizes = {path.name: count_lines(path) for path in (ROOT / folder).glob("*.py") if path.name not in others}
