@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 from math_verify import verify
-from sympy import Basic, Eq, Expr, FiniteSet, Interval, MatrixBase, Rational, Symbol, Tuple
+from sympy import Basic, Eq, Expr, FiniteSet, Interval, MatrixBase, Mul, Rational, Symbol, Tuple
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
 # `B`, `(B)`, `\text{B. } 12`, `\textbf{(B)}\ 12`: a letter alone, or before its option's text
@@ -124,9 +124,7 @@ def _parse(text: str) -> Basic:
     value = latex2sympy(text, is_real=True, normalization_config=None)
     exact = {number: Rational(str(number)) for number in value.atoms(sympy.Float)}
     # A word is a product of its letters.
-    word = isinstance(value, sympy.Mul) and all(
-        factor == sympy.E or isinstance(factor, Symbol) for factor in value.args
-    )
+    word = isinstance(value, Mul) and all(factor == sympy.E or isinstance(factor, Symbol) for factor in value.args)
     if not word and not value.has(sympy.Sum, sympy.Product):
         exact[Symbol("i", real=True)] = sympy.I
     parsed = value.xreplace(exact)

@@ -34,14 +34,15 @@ class Shape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-        self.hidden, self.vocabulary, heads = config.hidden_size, config.vocab_size, config.num_attention_heads
-        keys = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or self.hidden // heads
+        text = config.get_text_config()
+        self.hidden, self.vocabulary, heads = text.hidden_size, text.vocab_size, text.num_attention_heads
+        keys = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or self.hidden // heads
         # Some have a width for each layer; of a mixture, the experts of one token count.
-        widths = config.intermediate_size
+        widths = text.intermediate_size
         width = widths if isinstance(widths, int) else max(widths)
-        experts = getattr(config, "num_experts_per_tok", None) or 1
-        width = max(width, experts * (getattr(config, "moe_intermediate_size", None) or width))
+        experts = getattr(text, "num_experts_per_tok", None) or 1
+        width = max(width, experts * (getattr(text, "moe_intermediate_size", None) or width))
         self.parameters = sum(p.numel() for p in model.parameters())
         # What FSDP gathers first: embeddings, norm, lm_head.
         self.root = self.parameters - sum(layers)
