@@ -325,7 +325,7 @@ def test_an_engine_that_cannot_be_built_is_a_sentence_with_the_flag_to_change(
     _, args, _ = settings(llama, **sizes)
     if not torch.distributed.is_initialized():
         model.distributed.start_process_group()
-    said = refused(capsys, model.engine_from(args, CPU, 64).__enter__)
+    said = refused(capsys, model.engine_from, args, CPU, 64)
     assert sentence in said and "max_model_len" not in said and "gpu_memory_utilization" not in said
 
 
