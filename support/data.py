@@ -7,6 +7,7 @@ import codecs
 import functools
 import itertools
 import json
+import os
 import re
 import tempfile
 from collections import Counter
@@ -108,12 +109,12 @@ def read(
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` names a file, and no hub id. Raises DataError on one that is not there or of another kind."""
+    """Whether `source` names a file, and no hub id. Raises DataError on one that cannot be read, or of another kind."""
     known, there = Path(source).suffix.lower() in (".jsonl", ".json", ".parquet"), Path(source).is_file()
     if there and not known:
         raise DataError(source, "not a .jsonl, .json or .parquet file", "convert it to one of them")
-    if known and not there:
-        raise DataError(source, "No such file", "name a file or a hub id")
+    if known and not (there and os.access(source, os.R_OK)):
+        raise DataError(source, "No such file, or not a readable one", "name a file or a hub id")
     return known
 
 
