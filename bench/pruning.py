@@ -17,24 +17,67 @@ import math
 import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+import calibration as cal
 from bench.runs import Run, read_flags, run_parser, train
 from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
-from calibration import Calibrator, Settings, Tilt, draw_bernoulli
 from support.grader import Verdict
 
 METHODS = ("GRPO", "GRPO + random", "GRPO + ARRoL")
 SCORED = "GRPO, scored"
-# Tilt and λ; None: all survive with probability κ. "ARRoL" is added, as the run's flags say.
-Rule = tuple[Tilt, float] | None
-RULES: dict[str, Rule] = {
-    "random": None,
-    "Eq. 2 as printed, λ = 0.5": ("printed", 0.5),
-    "ARRoL, λ = 0.5": ("group", 0.5),
+
+
+@dataclass(frozen=True)
+class Rule:
+    """p = clip(κ + δ + tilt + extra, p_min, p_max), δ such that E[p] = κ."""
+
+    balance: float | None = None  # λ; None: p = κ
+    tilt: cal.Tilt = "group"
+    focus: float = 0.0
+    # of posteriors q (N,) and the means μ_g (N,) of their groups
+    extra: Callable[[Tensor, Tensor], Tensor] = lambda q, mean: torch.zeros_like(q)
+    systematic: bool = False  # draws
+    oracle: bool = False  # the score is the reward
+
+
+def decided(share: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """−1, which is p_min, for groups of which less than a share is expected to be right, or wrong."""
+    return lambda q, mean: -1.0 * (torch.minimum(mean, 1 - mean) < share)
+
+
+def marginal(beta: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """β times the information n₊ n₋ / (n₊ + n₋) that one rollout more would add, expected.
+
+    A right one adds (1 − μ_g)², a wrong one μ_g²; expected are μ_g (1 − μ_g), which chooses among
+    groups, and (1 − 2 μ_g) (q − μ_g), which evens out each.
+    """
+    return lambda q, mean: beta * (q * (1 - mean) ** 2 + (1 - q) * mean**2)
+
+
+# The flags of the run are one more, "ARRoL".
+RULES = {
+    "random": Rule(),
+    "random, systematic draws": Rule(systematic=True),
+    "Eq. 2 as printed, λ = 0.5": Rule(0.5, "printed"),
+    "ARRoL, λ = 0.5": Rule(0.5),
+    "ARRoL, λ = 2": Rule(2.0),
+    "ARRoL, λ = 8": Rule(8.0),
+    "ARRoL, λ = 2, systematic draws": Rule(2.0, systematic=True),
+    "ARRoL, λ = 8, systematic draws": Rule(8.0, systematic=True),
+    "λ = 0, focus 4": Rule(0.0, focus=4.0),
+    "ARRoL, λ = 2, focus 2": Rule(2.0, focus=2.0),
+    "ARRoL, λ = 2, focus 4": Rule(2.0, focus=4.0),
+    "ARRoL, λ = 2, focus 2, systematic draws": Rule(2.0, focus=2.0, systematic=True),
+    "ARRoL, λ = 2, focus 4, systematic draws": Rule(2.0, focus=4.0, systematic=True),
+    "ARRoL, λ = 2, decided groups dropped": Rule(2.0, extra=decided(0.1)),
+    "marginal information, β = 2": Rule(0.0, extra=marginal(2)),
+    "ARRoL, λ = 2, oracle": Rule(2.0, oracle=True),
+    "ARRoL, λ = 2, focus 2, oracle": Rule(2.0, focus=2.0, oracle=True),
 }
 DRAWS = 20
 # Table 4: E[ρ̂] and E[ρ̂(1 − ρ̂)] of random pruning and of ARRoL.
@@ -42,8 +85,7 @@ PAPER = [
     ("Qwen3-4B-Base", (0.32, 0.21), (0.40, 0.23)),
     ("Llama-3.2-1B-Instruct", (0.14, 0.11), (0.23, 0.14)),
 ]
-MEASURES = ("rho_mean", "rho_variance", "zero_variance")
-COLUMNS = (*MEASURES, "keep_ratio", "avg")
+COLUMNS = ("rho_mean", "rho_variance", "zero_variance", "keep_ratio", "avg")
 
 
 def pods(rewards: Sequence[float], count: int) -> list[int]:
@@ -69,10 +111,22 @@ def cppo(rewards: Sequence[float], count: int) -> list[int]:
 
 
 def balance(rewards: Sequence[float]) -> dict[str, float]:
-    """`MEASURES` of one group of 0/1 rewards, and how many there are."""
-    mean = statistics.fmean(rewards)
-    alike = float(len(set(rewards)) < 2)
-    return {"rho_mean": mean, "rho_variance": mean * (1 - mean), "zero_variance": alike, "kept": len(rewards)}
+    """What one group of 0/1 rewards, n₊ ones and n₋ zeros, has to teach.
+
+    Its gradient is the mean over the right less the mean over the wrong ones, with a variance of
+    1/n₊ + 1/n₋ times a constant ("noise"; infinite if all are alike). "information": its inverse.
+    """
+    right, wrong, mean = sum(rewards), len(rewards) - sum(rewards), statistics.fmean(rewards)
+    found = {"rho_mean": mean, "rho_variance": mean * (1 - mean), "zero_variance": float(right * wrong == 0)}
+    found |= {"information": right * wrong / len(rewards), "kept": len(rewards)}
+    return found | ({"noise": 1 / right + 1 / wrong} if right * wrong else {})
+
+
+def means(groups: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of `balance`, each over the groups that have it, and the information of a survivor."""
+    keys = dict.fromkeys(key for one in groups for key in one)
+    found = {key: statistics.fmean(one[key] for one in groups if key in one) for key in keys}
+    return found | {"per_survivor": found["information"] / found["kept"]}
 
 
 def steps_of(run: Run) -> Iterator[tuple[int, list[dict]]]:
@@ -85,15 +139,29 @@ def steps_of(run: Run) -> Iterator[tuple[int, list[dict]]]:
             yield step, rows
 
 
-def survival(rows: list[dict], rule: Rule, keep_ratio: float, calibrator: Calibrator, args: dict) -> Tensor:
-    """Survival probabilities (N,) of a step's rollouts under a rule; 1 where not scored."""
-    if rule is None:
-        return torch.tensor([1.0 if row["score"] is None else keep_ratio for row in rows], dtype=torch.float64)
-    scores = torch.tensor([math.nan if row["score"] is None else row["score"] for row in rows])
-    q, groups = calibrator.posterior(scores), torch.tensor([row["group"] for row in rows])
-    tilt, strength = rule
-    settings = Settings(keep_ratio, args["positive_target"], strength, args["p_min"], args["p_max"], tilt)
-    return calibrator.survival(q, groups, settings)
+def group_means(q: Tensor, groups: Tensor) -> Tensor:
+    """Mean posterior μ_g (N,) of each row's group, over those that are numbers."""
+    ids, row = torch.unique(groups, return_inverse=True)
+    counts = torch.bincount(row, q.isfinite().double(), len(ids))
+    return (torch.bincount(row, q.nan_to_num(), len(ids)) / counts.clamp_min(1))[row]
+
+
+def survival(
+    rule: Rule, scores: Tensor, groups: Tensor, keep_ratio: float, calibrator: cal.Calibrator, args: dict
+) -> Tensor:
+    """Survival probabilities (N,) fp64 of a step's scores (N,), NaN where there is none: there 1."""
+    if rule.balance is None:
+        return torch.where(scores.isnan(), 1.0, keep_ratio).double()
+    bounds = args["p_min"], args["p_max"]
+    settings = cal.Settings(keep_ratio, args["positive_target"], rule.balance, *bounds, rule.tilt, rule.focus)
+
+    def tilt(scores: Tensor, groups: Tensor) -> Tensor:
+        q = calibrator.posterior(scores)
+        return cal.tilts(q, groups, settings) + rule.extra(q, group_means(q, groups))
+
+    window = calibrator.state_dict()
+    bias = cal.solve_bias(tilt(window["observed_scores"], window["observed_groups"]), settings)
+    return cal.survival_probability(tilt(scores, groups), bias, settings)
 
 
 def complete_groups(rows: list[dict]) -> list[list[int]]:
@@ -105,39 +173,46 @@ def complete_groups(rows: list[dict]) -> list[list[int]]:
 
 
 def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:
-    """Rule or selector -> means of `MEASURES` over what it leaves of complete groups.
+    """Rule or selector -> `means` over what it leaves of complete groups.
 
     The cold start is left out. Windows hold all rollouts, not survivors alone. Rules draw `DRAWS`
-    times, independently (`--survival bernoulli`), and see all of a group at once.
+    times, and see all of a group at once.
     """
-    args, calibrator = run.args, Calibrator(run.args["bins"], run.args["alpha"], run.args["window"])
-    rules = RULES | {"ARRoL": (args["tilt"], args["balance"])}
-    generator = torch.Generator().manual_seed(run.seed)
+    args, generator = run.args, torch.Generator().manual_seed(run.seed)
+    flags = (args[name] for name in ("balance", "tilt", "focus"))
+    rules = RULES | {"ARRoL": Rule(*flags, systematic=args["survival"] == "systematic")}
+    calibrators = {oracle: cal.Calibrator(args["bins"], args["alpha"], args["window"]) for oracle in (False, True)}
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for step, rows in steps_of(run):
-        if step > args["cold_start"] and calibrator.ready:
+        ids = torch.tensor([row["group"] for row in rows])
+        head, labels = (
+            torch.tensor([math.nan if row[key] is None else row[key] for row in rows]) for key in ("score", "reward")
+        )
+        scores = {False: head, True: torch.where(head.isnan(), math.nan, 0.25 + labels / 2)}
+        if step > args["cold_start"] and calibrators[True].ready:
             groups = complete_groups(rows)
             for members in groups:
-                rewards = [rows[i]["reward"] for i in members]
+                rewards = labels[members].tolist()
                 count = max(1, round(keep_ratio * len(rewards)))
                 found["nothing pruned"].append(balance(rewards))
                 for name, selector in (("PODS", pods), ("CPPO", cppo)):
                     found[name].append(balance([rewards[i] for i in selector(rewards, count)]))
             for name, rule in rules.items():
-                p = survival(rows, rule, keep_ratio, calibrator, args)
+                p = survival(rule, scores[rule.oracle], ids, keep_ratio, calibrators[rule.oracle], args)
                 for _ in range(DRAWS):
-                    keep = draw_bernoulli(p, generator)
+                    keep = (
+                        cal.SystematicDraw(generator)(p, ids) if rule.systematic else cal.draw_bernoulli(p, generator)
+                    )
                     for members in groups:
                         # Once only --min-survivors are left, all others stay.
                         own = keep[members] | ((~keep[members]).cumsum(0) > len(members) - args["min_survivors"])
                         if own.any():
-                            found[name].append(balance([rows[i]["reward"] for i, kept in zip(members, own) if kept]))
-        scored = [row for row in rows if row["score"] is not None]
-        known = [row for row in scored if row["reward"] is not None]
-        calibrator.label(torch.tensor([r["score"] for r in known]), torch.tensor([r["reward"] for r in known]))
-        scores, ids = torch.tensor([r["score"] for r in scored]), torch.tensor([r["group"] for r in scored])
-        calibrator.observe(scores, ids.long())
-    return {name: {key: statistics.fmean(row[key] for row in some) for key in some[0]} for name, some in found.items()}
+                            found[name].append(balance(labels[members][own].tolist()))
+        judged = ~labels.isnan()
+        for oracle, calibrator in calibrators.items():
+            calibrator.label(scores[oracle][judged], labels[judged])
+            calibrator.observe(scores[oracle], ids)
+    return {name: means(some) for name, some in found.items()}
 
 
 def of_run(run: Run) -> dict[str, float]:
@@ -157,48 +232,58 @@ def table(found: dict[str, dict[str, Estimate]], difference: dict[str, Estimate]
 
 
 def same_rollouts(found: dict[str, dict[str, Estimate]], gains: dict[str, dict[str, Estimate]]) -> str:
-    columns = ("E[ρ̂]", "E[ρ̂(1 − ρ̂)]", "above random (95% interval)", "groups without variance", "kept of a group")
-    rows = [["on the same rollouts", *columns]]
+    above = "above random (95% interval)"
+    rows = [["on the same rollouts", "kept of a group", "E[ρ̂]", "E[ρ̂(1 − ρ̂)]", above, "groups without variance", above]]
+    rows[0] += ["information", "per survivor", above, "1/n₊ + 1/n₋ of the others"]
     for name in ("nothing pruned", *RULES, "ARRoL", "PODS", "CPPO"):
         one, gain = found.get(name, {}), gains.get(name, {})
-        cells = [show(one, "rho_mean"), show(one, "rho_variance"), show(gain, "rho_variance", "+.3f")]
-        rows.append([name, *cells, show(one, "zero_variance"), show(one, "kept", ".1f")])
+        cells = [show(one, "kept", ".1f"), show(one, "rho_mean"), show(one, "rho_variance")]
+        cells += [show(gain, "rho_variance", "+.3f"), show(one, "zero_variance"), show(gain, "zero_variance", "+.3f")]
+        cells += [show(one, "information"), show(one, "per_survivor"), show(gain, "per_survivor", "+.3f")]
+        rows.append([name, *cells, show(one, "noise")])
     return markdown(rows)
 
 
-def main() -> None:
-    plan, _ = read_flags(run_parser(__doc__))
-    runs = train(plan, [*METHODS, SCORED])
-    keep_ratio = plan.folder("GRPO + ARRoL", plan.seeds[0])[1].keep_ratio
+def of_regime(runs: dict[str, list[Run]], keep_ratio: float) -> dict:
+    """What a regime's runs say: of their own, and with each rule's choice among the same rollouts."""
     chosen = [select(run, keep_ratio) for run in runs[SCORED]]
     names = dict.fromkeys(name for one in chosen for name in one)
-    gains = {
-        name: estimates([{key: one[name][key] - one["random"][key] for key in MEASURES} for one in chosen])
+    above = {
+        name: [
+            {key: one[name][key] - value for key, value in one["random"].items() if key in one[name]} for one in chosen
+        ]
         for name in names
         if name != "random"
     }
     measured = {method: [of_run(run) for run in runs[method]] for method in METHODS}
     both = zip(measured["GRPO + random"], measured["GRPO + ARRoL"])
-    found = {
+    return {
         "keep_ratio": keep_ratio,
         "runs": {method: estimates(rows) for method, rows in measured.items()},
         "difference": estimates([{key: b[key] - a[key] for key in COLUMNS} for a, b in both]),
         "same_rollouts": {name: estimates([one[name] for one in chosen]) for name in names},
-        "above_random": gains,
-        "paper": PAPER,
+        "above_random": {name: estimates(rows) for name, rows in above.items()},
     }
-    figure, panels = new_figure("mean ρ̂(1 − ρ̂) of survivors, at each step", "groups without variance")
-    for axes, key in zip(panels, ("rho_variance", "zero_variance_after"), strict=True):
+
+
+def main() -> None:
+    plan, _ = read_flags(run_parser(__doc__))
+    runs, found = train(plan, [*METHODS, SCORED]), {}
+    for regime, of in runs.items():
+        found[regime] = of_regime(of, plan.folder(regime, "GRPO + ARRoL", plan.seeds[0])[1].keep_ratio)
+    keys = {"rho_variance": "mean ρ̂(1 − ρ̂) of survivors", "zero_variance_after": "groups without variance"}
+    figure, panels = new_figure(*(f"{regime}: {title}" for regime in runs for title in keys.values()), rows=len(runs))
+    for axes, (of, key) in zip(panels, itertools.product(runs.values(), keys), strict=True):
         for method in METHODS:
-            curves = [[(line["step"], line[key]) for line in run.steps if key in line] for run in runs[method]]
+            curves = [[(line["step"], line[key]) for line in run.steps if key in line] for run in of[method]]
             plot_seeds(axes, method, COLORS[method], curves)
         axes.set(xlabel="step")
     panels[0].legend()
     tables = {
-        "table": table(found["runs"], found["difference"]),
-        "same_rollouts": same_rollouts(found["same_rollouts"], gains),
+        "table": {regime: table(one["runs"], one["difference"]) for regime, one in found.items()},
+        "same_rollouts": {r: same_rollouts(one["same_rollouts"], one["above_random"]) for r, one in found.items()},
     }
-    publish("pruning", plan, runs, found, figure, draws=str(DRAWS), **tables)
+    publish("pruning", plan, runs, {"regimes": found, "paper": PAPER, "draws": DRAWS}, figure, **tables)
 
 
 if __name__ == "__main__":

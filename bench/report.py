@@ -14,18 +14,18 @@ from pathlib import Path
 
 from bench.runs import results_parser
 
-ORDER = ("accuracy", "dapo", "convergence", "speed", "pruning", "keep_ratio", "voting", "head", "theory")
+ORDER = ("accuracy", "dapo", "convergence", "speed", "pruning", "keep_ratio", "voting", "early_stop", "head", "theory")
 BY_HAND = {
     "gains": "What a user gains, and when not to prune",
     "differences": "What came out differently from the paper",
 }
-ACCURACY, VOTE = ("accuracy", "regimes"), ("voting", "methods", "GRPO + ARRoL")
+METHOD = "GRPO + ARRoL"
 # What is wanted, the path to its estimate (file, then keys), the least of it, how to print it.
 TARGETS: list[tuple[str, tuple[str, ...], float, str]] = [
     *(
         (
             f"ARRoL − GRPO, accuracy at equal {axis}, {regime}, {least}",
-            (*ACCURACY, regime, "GRPO + ARRoL", f"equal {axis}"),
+            ("accuracy", "regimes", regime, METHOD, f"equal {axis}"),
             0.0,
             "+.3f",
         )
@@ -33,10 +33,16 @@ TARGETS: list[tuple[str, tuple[str, ...], float, str]] = [
         for regime in ("sums", "long sums")
     ),
     ("whole step at least 1.6 × faster", ("speed", "phases", "step", "ratio"), 1.6, ".2f"),
-    ("E[ρ̂(1 − ρ̂)], ARRoL − random, runs of their own, above 0", ("pruning", "difference", "rho_variance"), 0.0, "+.3f"),
-    ("the same on the same rollouts, above 0", ("pruning", "above_random", "ARRoL", "rho_variance"), 0.0, "+.3f"),
-    ("ARRoL's vote (ranks) − majority, at least 0", (*VOTE, "ARRoL − majority"), 0.0, "+.3f"),
-    ("ARRoL's vote (probability) − majority, at least 0", (*VOTE, "ARRoL, probability − majority"), 0.0, "+.3f"),
+    *(
+        (f"{regime}: {title}", (file, "regimes", regime, *path), 0.0, "+.3f")
+        for title, file, path in (
+            ("E[ρ̂(1 − ρ̂)], ARRoL − random, runs of their own, above 0", "pruning", ("difference", "rho_variance")),
+            ("the same on the same rollouts, above 0", "pruning", ("above_random", "ARRoL", "rho_variance")),
+            ("ARRoL's vote (ranks) − majority, at least 0", "voting", (METHOD, "ARRoL − majority")),
+            ("ARRoL's vote (probability) − majority, at least 0", "voting", (METHOD, "ARRoL, probability − majority")),
+        )
+        for regime in ("sums", "long sums")
+    ),
 ]
 
 

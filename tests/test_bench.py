@@ -20,11 +20,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import accuracy, convergence, keep_ratio, peers, pruning, report, runs, speed, trainer
+from bench import accuracy, convergence, early_stop, keep_ratio, peers, pruning, report, runs, speed, trainer
 from bench.runs import Plan, Run, interpolate, load, read_flags, run_parser, scores, train
 from bench.tables import estimate, estimates, new_figure, publish
 from grpo import Learner, LossConfig, Policy
-from support.args import parse
+from support import data
+from support.args import parse, parse_tts
 
 MACHINE = {"processor": "abacus", "cores": 2, "versions": {"torch": "2"}}
 rewards_and_count = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=8).flatmap(
@@ -210,6 +211,43 @@ def test_rules_on_the_same_rollouts(tmp_path: Path) -> None:
     assert found["random"]["rho_mean"] == pytest.approx(0.25, abs=0.02) and found["ARRoL"]["rho_mean"] > 0.4
 
 
+def test_information_is_the_inverse_of_the_gradients_variance() -> None:
+    """3 right, 1 wrong: 1/3 + 1/1 and its inverse. Where all are alike, there is none, and no noise
+    to average; a survivor has the sum of all groups over the sum of all survivors.
+    """
+    found = [pruning.balance(rewards) for rewards in ([1.0, 1.0, 1.0, 0.0], [1.0, 1.0])]
+    assert found[0]["noise"] == pytest.approx(4 / 3) and found[0]["information"] == pytest.approx(3 / 4)
+    assert found[1] == {"rho_mean": 1.0, "rho_variance": 0.0, "zero_variance": 1.0, "information": 0.0, "kept": 2}
+    both = pruning.means(found)
+    assert both["noise"] == found[0]["noise"] and both["per_survivor"] == pytest.approx(0.75 / 6)
+
+
+def test_rules_that_choose_among_groups(tmp_path: Path) -> None:
+    """A head that knows the group alone, groups with 8 of 16 right and with 1 or 15: survivors go
+    where right and wrong are both to be expected, as many as at random, but for the two that each
+    group keeps. They know more, and more of the other groups are all alike. Rewards as scores even
+    out each group, too.
+    """
+    rates = {8: 0.5, 1: 1 / 16, 15: 15 / 16}
+    rows = [
+        {"step": step, "group": 8 * step + g, "verdict": "right" if i < right else "wrong", "score": rates[right]}
+        for step in range(1, 7)
+        for g, right in enumerate((8, 1, 8, 15, 8, 1, 8, 15))
+        for i in range(16)
+    ]
+    found = pruning.select(scored(tmp_path, rows), 0.5)
+    random = found["random"]
+    chosen = [f"ARRoL, λ = 2, {how}" for how in ("focus 2", "focus 4", "decided groups dropped")]
+    for name in (*chosen, "marginal information, β = 2"):
+        assert found[name]["kept"] == pytest.approx(random["kept"], abs=0.75), name
+        assert found[name]["per_survivor"] > 1.1 * random["per_survivor"], name
+        assert found[name]["zero_variance"] > random["zero_variance"], name
+    assert found["ARRoL, λ = 2"]["per_survivor"] == pytest.approx(random["per_survivor"], rel=0.05)
+    assert found["ARRoL, λ = 2, oracle"]["zero_variance"] < 0.5 * random["zero_variance"]
+    assert found["ARRoL, λ = 2, focus 2, oracle"]["per_survivor"] > found["ARRoL, λ = 2, focus 2"]["per_survivor"]
+    assert found["random, systematic draws"]["kept"] == 8.0 != random["kept"]
+
+
 def test_speed_limits_follow_from_token_counts() -> None:
     """Half of the tokens at half of the time: the whole of what the counts allow, in each phase and
     in the step.
@@ -223,6 +261,46 @@ def test_speed_limits_follow_from_token_counts() -> None:
     for phase in ("generate", "logprob", "update", "step"):
         assert found[phase]["medians"] == found[phase]["allowed"] == found[phase]["ratio"].mean == 2.0
     assert found["grade"]["medians"] is None  # no division by no time at all
+
+
+# ------------------------------------------------------------------ early stop
+
+
+def test_early_stop_is_compared_with_a_plain_vote_that_costs_as_much() -> None:
+    """Of 40 tokens, a plain vote is right at 0.7, half way between 2 and 4 candidates; of 1 s, at 0.8;
+    one that costs more than all of them is compared with all of them.
+    """
+    plain = {
+        count: {"tokens": 10.0 * count, "seconds": count / 4, "majority": right, "ARRoL": right + 0.1}
+        for count, right in ((2, 0.6), (4, 0.8), (8, 0.9))
+    }
+    found = early_stop.gains({"tokens": 30.0, "seconds": 1.0, "majority": 0.75, "ARRoL": 0.75}, plain)
+    assert found["majority, tokens"] == pytest.approx(0.05) and found["majority, seconds"] == pytest.approx(-0.05)
+    assert found["ARRoL, tokens"] == pytest.approx(-0.05) and found["ARRoL, seconds"] == pytest.approx(-0.15)
+    dear = {"tokens": 90.0, "seconds": 2.5, "majority": 0.9, "ARRoL": 1.0}
+    assert early_stop.gains(dear, plain) == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-12)
+
+
+def test_early_stop_of_the_embedded_model(tmp_path: Path) -> None:
+    """The more go on, and the later the others stop, the more tokens; all less than without a stop.
+    Plain votes cost in proportion to their size.
+    """
+    rows = [{"problem": p.text, "answer": p.answer} for p in data.sums(12, 5, "test", (3, 5), 15)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--data", str(tmp_path / "mine.jsonl"), "--n", "8", "--output", str(tmp_path / "unused")]
+    plain, stopped = early_stop.measure(parse_tts(flags))
+    length = plain[8]["tokens"] / 8
+    assert list(plain) == [1, 2, 3, 4, 5, 6, 7, 8] and plain[3]["tokens"] == pytest.approx(3 * length)
+    for fraction in early_stop.FRACTIONS:
+        tokens = [stopped[fraction, kept]["tokens"] for kept in early_stop.KEPT]
+        assert tokens == sorted(set(tokens)) and tokens[-1] < plain[8]["tokens"]
+        assert stopped[fraction, 0.5]["L_detect"] == round(fraction * length)
+    tokens = [stopped[fraction, 0.25]["tokens"] for fraction in early_stop.FRACTIONS]
+    assert tokens == sorted(set(tokens)) and all(one["seconds"] > 0 for one in (*plain.values(), *stopped.values()))
+    majority = plain[8]["majority"]
+    assert majority * 12 == round(majority * 12)  # one vote of all eight for each of 12 problems
+    lines = early_stop.table({"all": estimates([plain[8]]), "half": estimates([stopped[0.5, 0.5]])}).splitlines()
+    assert [line.count("|") for line in lines] == [11] * 4 and " – |" not in lines[3]
 
 
 # ------------------------------------------------------------------ runs, whole program
@@ -332,7 +410,7 @@ def test_the_page_says_gains_first_then_differences_then_targets_then_tables(tmp
     )
     assert "at least 1.6 × faster | 1.70 (1.65 to 1.75) | **met** |" in text
     assert "majority, at least 0 | no result | **not measured** |" in text
-    assert "Not run: dapo, convergence, pruning, keep_ratio, voting, head, theory." in text
+    assert "Not run: dapo, convergence, pruning, keep_ratio, voting, early_stop, head, theory." in text
 
 
 def test_zero_is_at_least_zero_and_not_above_it() -> None:
