@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.runs import results_parser
 
-ORDER = ("accuracy", "dapo", "convergence", "speed", "pruning", "keep_ratio", "voting", "head", "theory")
+ORDER = ("accuracy", "dapo", "convergence", "speed", "cost", "pruning", "keep_ratio", "voting", "head", "theory")
 BY_HAND = {
     "gains": "What a user gains, and when not to prune",
     "differences": "What came out differently from the paper",
