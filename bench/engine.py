@@ -79,28 +79,29 @@ def kinds(engine: Engine, slots: int, tokens: int, pruner: KeepAll) -> dict[str,
     }
 
 
-def measure(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each kind in each round, after a round that warms up."""
-    found: dict[str, list[float]] = {name: [] for name in works}
+def measure(engine: Engine, works: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[list[float]]]:
+    """Seconds of each kind, and those in the hook, in each round, after a round that warms up."""
+    found: dict[str, list[list[float]]] = {name: [] for name in works}
     for turn in range(-1, rounds):
         for name in list(works)[:: 1 if turn % 2 else -1]:
-            start = time.perf_counter()
+            engine.hook_seconds, start = 0.0, time.perf_counter()
             works[name]()
             if turn >= 0:
-                found[name].append(time.perf_counter() - start)
+                found[name].append([time.perf_counter() - start, engine.hook_seconds])
     return found
 
 
-def rows(slots: int, tokens: int, found: dict[str, list[float]]) -> list[list[str]]:
-    """A line for each kind: median rate, and the mean ratio to what computes the same."""
+def rows(slots: int, tokens: int, found: dict[str, list[list[float]]]) -> list[list[str]]:
+    """A line for each kind: median rate, the hook's share, and the mean ratio to what computes the same."""
     lines = []
-    for name, seconds in found.items():
-        ratio = ""
+    for name, rounds in found.items():
+        line = [str(slots), name, f"{slots * tokens / statistics.median(own for own, _ in rounds):,.0f}", "", "", ""]
         if name in LIKE:
-            pairs = zip(found[LIKE[name]], seconds, strict=True)
-            ratio = estimate([other / own for other, own in pairs]).show()
-        rate = slots * tokens / statistics.median(seconds)
-        lines.append([str(slots), name, f"{rate:,.0f}", LIKE.get(name, ""), ratio])
+            pairs = zip(found[LIKE[name]], rounds, strict=True)
+            ratio = estimate([other / own for (other, _), (own, _) in pairs]).show()
+            hook = statistics.median(hook / own for own, hook in rounds)
+            line[3:] = [f"{hook:.1%}", LIKE[name], ratio]
+        lines.append(line)
     return lines
 
 
@@ -113,10 +114,11 @@ def main() -> None:
     own = parser.parse_args()
     hidden_size = AutoConfig.from_pretrained(own.model).get_text_config().hidden_size
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    lines, seconds = [["slots", "", "tokens/s", "beside", "ratio"]], {}
+    lines, seconds = [["slots", "", "tokens/s", "in the hook", "beside", "ratio"]], {}
     for slots in own.slots:
         engine = Engine(own.model, max(1, own.tokens // 4), own.tokens + 32, slots, dtype=dtype)
-        found = seconds[slots] = measure(kinds(engine, slots, own.tokens, KeepAll(hidden_size)), own.rounds)
+        works = kinds(engine, slots, own.tokens, KeepAll(hidden_size))
+        found = seconds[slots] = measure(engine, works, own.rounds)
         engine.close()
         lines += rows(slots, own.tokens, found)
     made = {"machine": machine(), "code": code_version(), "rounds": own.rounds, "tokens": own.tokens}
