@@ -33,7 +33,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from calibration import Calibrator, Settings, SystematicDraw, draw_bernoulli
+from calibration import Calibrator, Settings, SystematicDraw
 from engine import Decision, EngineError, NothingScored, Rollout, Sampling
 from grpo import Sample, group_advantages, overlong_penalty
 from quality_head import HeadTrainer, QualityHead
@@ -97,7 +97,8 @@ class Pruner:
         self.past_cold_start = self.settings.keep_ratio < 1 and step > self.cold_start
         # Without a scored and labelled rollout there is no posterior to prune by.
         self.pruning = self.past_cold_start and self.calibrator.ready
-        self.draws: dict[int, SystematicDraw] = {}
+        self.uniform: dict[int, list[float]] = {}
+        self.systematic = SystematicDraw(torch.Generator())  # `_draw` starts its groups
         self.remaining: dict[int, int] = defaultdict(lambda: self.group_size)
         # All that have arrived at L_detect in this step: a group's tilt is about all its members.
         self.posteriors, self.groups = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
@@ -130,24 +131,14 @@ class Pruner:
 
     def _draw(self, p: Tensor, groups: list[int], samples: list[int]) -> list[bool]:
         """Keep decisions (N,). Each group has its own generator: vLLM reseeds the global one."""
-        keep, rows = [True] * len(p), defaultdict(list)
-        for row, group in enumerate(groups):
-            rows[group].append(row)
-        for group, members in rows.items():
-            seed = random.Random(f"{self.seed}-{self.step}-{group}").getrandbits(62)
-            generator = torch.Generator().manual_seed(seed)
-            if self.draw == "systematic":
-                draw = self.draws.setdefault(group, SystematicDraw(generator))
-                drawn = draw(p[members], torch.full((len(members),), group))
-            else:
-                # One uniform number for each sample of the group, whether it has arrived or not.
-                numbers = [samples[row] for row in members]
-                of_group = torch.zeros(self.group_size, dtype=torch.float64)
-                of_group[numbers] = p[members]
-                drawn = draw_bernoulli(of_group, generator)[numbers]
-            for row, kept in zip(members, drawn.tolist(), strict=True):
-                keep[row] = kept
-        return keep
+        for group in set(groups) - self.uniform.keys():
+            generator = random.Random(f"{self.seed}-{self.step}-{group}")
+            self.systematic.carry[group] = generator.random()
+            # One number for each sample of the group, whether it has arrived or not.
+            self.uniform[group] = [generator.random() for _ in range(self.group_size)]
+        if self.draw == "systematic":
+            return self.systematic(p, torch.tensor(groups)).tolist()
+        return [self.uniform[group][sample] < chance for group, sample, chance in zip(groups, samples, p.tolist())]
 
     def learn(self, rollouts: list[Rollout]) -> Metrics:
         """Update head and calibration from the graded rollouts of a step, pruned ones included."""

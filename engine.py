@@ -65,8 +65,7 @@ class Rollout:
     tail: str = ""  # the last 200 characters of the text, for logs
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What a pruner decides on one rollout. Fields that it does not know stay None."""
 
     keep: bool
@@ -265,7 +264,8 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         neutral = dict(n=1, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
-        outputs = dict(flat_logprobs=True, detokenize=False, min_tokens=0, ignore_eos=True)
+        # These parameters are the request's own: vLLM need not copy them.
+        outputs = dict(flat_logprobs=True, detokenize=False, min_tokens=0, ignore_eos=True, skip_clone=True)
         if seed is not None:
             seed = random.Random(f"{seed}-{rollout.group}-{rollout.sample}").getrandbits(62)
         params = SamplingParams(

@@ -1,27 +1,34 @@
 """What the engine costs beside vLLM's own loop: both sample the same prompts, in turn, in one process.
 
-    python -m bench.engine      the embedded model, 256 and 768 slots, 4 minutes on 2 CPU cores
+    python -m bench.engine      the embedded model, 256 and 768 slots, 20 minutes of one CPU core
     python -m bench.engine --model Qwen/Qwen3-1.7B-Base --slots 512 --tokens 512
 
-All rollouts have the same length, so that every kind does the same work. A ratio is the median over
-rounds of tokens per second against what computes the same in vLLM's loop, in the same round; the
-order rotates from round to round.
+All rollouts have the same length, so that every kind does the same work. A ratio is that of tokens
+per second to those of vLLM's loop with the same log-probs, in the same round; the order turns round
+from one to the next. Seconds are CPU time of one core, on a GPU wall-clock time.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+
+from bench import one_core
+
+if __name__ == "__main__" and shutil.which("nvidia-smi") is None:
+    one_core.count_cpu_time(max(os.sched_getaffinity(0)))
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
 from bench.runs import code_version, machine, results_parser
-from bench.tables import described, markdown, save
+from bench.tables import described, estimate, markdown, save
 from engine import Decision, Engine, Sampling
 from quality_head import QualityHead
 from support.args import TINY
@@ -59,45 +66,42 @@ def kinds(engine: Engine, slots: int, tokens: int, pruner: KeepAll) -> dict[str,
     def vllm(logprobs: int) -> None:
         """vLLM's loop, with log-probs of the first so many of each group."""
         each = [params(logprobs=0 if i % GROUP < logprobs else None) for i in range(len(requests))]
+        torch.manual_seed(0)
         engine.llm.generate(requests, each, use_tqdm=False)
 
     ours = partial(engine.generate, prompts, GROUP, Sampling(tokens, ()), seed=0)
     return {
-        "LLM.generate": partial(vllm, 0),
         "LLM.generate, all log-probs": partial(vllm, GROUP),
-        "LLM.generate, log-probs of one in 16": partial(vllm, 1),
         "Engine.generate, all log-probs": ours,
+        "LLM.generate, log-probs of one in 16": partial(vllm, 1),
         "Engine.generate, log-probs of one in 16": partial(ours, logprobs=1),
         "the same, scored at a quarter, none pruned": partial(ours, logprobs=1, pruner=pruner, last_states=True),
     }
 
 
-def measure(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each kind in each round, after a round that warms up."""
-    found: dict[str, list[float]] = {name: [] for name in works}
-    names = list(works)
+def measure(engine: Engine, works: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[list[float]]]:
+    """Seconds of each kind, and those in the hook, in each round, after a round that warms up."""
+    found: dict[str, list[list[float]]] = {name: [] for name in works}
     for turn in range(-1, rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            start = time.perf_counter()
+        for name in list(works)[:: 1 if turn % 2 else -1]:
+            engine.hook_seconds, start = 0.0, time.perf_counter()
             works[name]()
             if turn >= 0:
-                found[name].append(time.perf_counter() - start)
+                found[name].append([time.perf_counter() - start, engine.hook_seconds])
     return found
 
 
-def rows(slots: int, tokens: int, found: dict[str, list[float]]) -> list[list[str]]:
-    """A line for each kind: median rate, and the ratio to what computes the same, with quartiles."""
+def rows(slots: int, tokens: int, found: dict[str, list[list[float]]]) -> list[list[str]]:
+    """A line for each kind: median rate, the hook's share, and the mean ratio to what computes the same."""
     lines = []
-    for name, seconds in found.items():
-        ratio = ""
+    for name, rounds in found.items():
+        line = [str(slots), name, f"{slots * tokens / statistics.median(own for own, _ in rounds):,.0f}", "", "", ""]
         if name in LIKE:
-            low, middle, high = statistics.quantiles(
-                [other / own for other, own in zip(found[LIKE[name]], seconds, strict=True)], n=4
-            )
-            ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
-        rate = slots * tokens / statistics.median(seconds)
-        lines.append([str(slots), name, f"{rate:,.0f}", LIKE.get(name, ""), ratio])
+            pairs = zip(found[LIKE[name]], rounds, strict=True)
+            ratio = estimate([other / own for (other, _), (own, _) in pairs]).show()
+            hook = statistics.median(hook / own for own, hook in rounds)
+            line[3:] = [f"{hook:.1%}", LIKE[name], ratio]
+        lines.append(line)
     return lines
 
 
@@ -105,15 +109,16 @@ def main() -> None:
     parser = results_parser(__doc__)
     parser.add_argument("--model", default=str(TINY))
     parser.add_argument("--slots", type=int, nargs="+", default=[256, 768], help="multiples of 16")
-    parser.add_argument("--tokens", type=int, default=48, help="of a response")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=32, help="of a response")
+    parser.add_argument("--rounds", type=int, default=24)
     own = parser.parse_args()
     hidden_size = AutoConfig.from_pretrained(own.model).get_text_config().hidden_size
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    lines, seconds = [["slots", "", "tokens/s", "beside", "ratio (quartiles)"]], {}
+    lines, seconds = [["slots", "", "tokens/s", "in the hook", "beside", "ratio"]], {}
     for slots in own.slots:
         engine = Engine(own.model, max(1, own.tokens // 4), own.tokens + 32, slots, dtype=dtype)
-        found = seconds[slots] = measure(kinds(engine, slots, own.tokens, KeepAll(hidden_size)), own.rounds)
+        works = kinds(engine, slots, own.tokens, KeepAll(hidden_size))
+        found = seconds[slots] = measure(engine, works, own.rounds)
         engine.close()
         lines += rows(slots, own.tokens, found)
     made = {"machine": machine(), "code": code_version(), "rounds": own.rounds, "tokens": own.tokens}

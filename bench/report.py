@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.runs import results_parser
 
-ORDER = ("accuracy", "dapo", "convergence", "speed", "pruning", "keep_ratio", "voting", "early_stop", "head", "theory")
+ORDER = tuple("accuracy dapo convergence speed cost pruning keep_ratio voting early_stop head theory".split())
 BY_HAND = {
     "gains": "What a user gains, and when not to prune",
     "differences": "What came out differently from the paper",

@@ -52,6 +52,11 @@ def measure(args: Args, pairs: int) -> tuple[Args, list[dict], list[dict]]:
     return args, *lines
 
 
+def passed(line: dict, prompt_tokens: float) -> float:
+    """Tokens that pass through the model again: prompts and responses of the survivors."""
+    return line["tokens_trained"] + prompt_tokens * (line["rollouts"] - line["pruned"])
+
+
 def compare(plain: list[dict], pruned: list[dict], prompt_tokens: float) -> dict[str, dict]:
     """For each phase: median and half the distance of the quartiles of both kinds of step, the
     medians' ratio, the pairs' mean ratio with its interval, the ratio that token counts allow."""
@@ -60,13 +65,9 @@ def compare(plain: list[dict], pruned: list[dict], prompt_tokens: float) -> dict
         low, median, high = statistics.quantiles([line[key] for line in lines], n=4)
         return {"median": median, "spread": (high - low) / 2}
 
-    def passed(line: dict) -> float:
-        """Tokens that pass through the model again: prompts and responses of the survivors."""
-        return line["tokens_trained"] + prompt_tokens * (line["rollouts"] - line["pruned"])
-
     pairs = list(zip(plain, pruned, strict=True))
     sampled = statistics.median(a["tokens_generated"] / b["tokens_generated"] for a, b in pairs)
-    trained = statistics.median(passed(a) / passed(b) for a, b in pairs)
+    trained = statistics.median(passed(a, prompt_tokens) / passed(b, prompt_tokens) for a, b in pairs)
     allowed: dict[str, float] = {"generate": sampled, "logprob": trained, "update": trained}
     found: dict[str, dict] = {}
     seconds = 0.0

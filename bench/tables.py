@@ -128,7 +128,7 @@ def provenance(runs: Mapping[str, Mapping[str, Sequence[Run]]], plan: Plan) -> d
 def described(made: dict) -> str:
     """A `machine` in words."""
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    return f"{made['processor']}, {made['cores']} cores, {versions}"
+    return f"{made['processor']}, {made['cores']} core{'s' * (made['cores'] > 1)}, {versions}"
 
 
 def measured_on(results: dict) -> str:

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import accuracy, convergence, early_stop, keep_ratio, peers, pruning, report, runs, speed, trainer
+from bench import accuracy, convergence, cost, early_stop, keep_ratio, peers, pruning, report, runs, speed, trainer
 from bench.runs import Plan, Run, interpolate, load, read_flags, run_parser, scores, train
 from bench.tables import estimate, estimates, new_figure, publish
 from grpo import Learner, LossConfig, Policy
@@ -263,6 +263,46 @@ def test_speed_limits_follow_from_token_counts() -> None:
     assert found["grade"]["medians"] is None  # no division by no time at all
 
 
+def test_costs_are_recovered_from_times_that_obey_them() -> None:
+    """And held-out cells tell a model that is wrong: a time that grows with the square of the tokens."""
+    lengths = [5 + 7 * i % 60 for i in range(16 * 32)]
+    true = {"generation": {"coefficients": [0.5, 2e-3, 1e-5]}, "rest": {"coefficients": [0.25, 4e-5]}}
+    true |= {"lengths": lengths, "group_size": 16, "prompt_tokens": 12.0}
+    lines = []
+    for prompts, slots, (keep, share) in cost.CELLS:
+        steps, sampled = 100 * prompts // slots + 60, 16 * prompts * (10 + 20 * keep)
+        trained = sampled + 12 * 16 * prompts
+        line = dict(prompts=prompts, slots=slots, keep=keep, share=share, steps=steps, sampled=sampled, trained=trained)
+        lines.append(line | {"generation": 0.5 + 2e-3 * steps + 1e-5 * sampled, "rest": 0.25 + 4e-5 * trained})
+    model, shown = cost.tables(lines, lengths, 16)
+    for phase in ("generation", "rest"):
+        assert model[phase]["coefficients"] == pytest.approx(true[phase]["coefficients"])
+        assert model[phase]["held_out"] == pytest.approx(0, abs=1e-9)
+    assert model["prompt_tokens"] == pytest.approx(12.0)
+    assert cost.predict(model, 16, 64, 0.5, 0.25) == pytest.approx(cost.predict(true, 16, 64, 0.5, 0.25))
+    squares = [line | {"rest": 1e-9 * line["trained"] ** 2} for line in lines]
+    assert cost.fit(squares)["rest"]["held_out"] > 0.1
+
+
+def test_more_is_saved_the_earlier_and_the_more_is_pruned() -> None:
+    model: dict = {"lengths": [5 + 7 * i % 60 for i in range(512)], "group_size": 16, "prompt_tokens": 12.0}
+    model |= {"generation": {"coefficients": [0.0, 1e-3, 1e-5]}, "rest": {"coefficients": [0.0, 4e-5]}}
+    assert cost.decoding_steps([4, 1, 2, 2], slots=2) == 5
+    assert cost.speed_up(model, 0.5, 1.0, 0.25) == 1.0 and cost.more_prompts(model, 64, 1.0, 0.25) == 32
+    by_detect = [cost.speed_up(model, 0.5, 0.5, share) for share in (0.1, 0.5, 1.0)]
+    by_keep = [cost.more_prompts(model, 64, keep, 0.1) for keep in (0.25, 0.5, 0.75)]
+    assert by_detect == sorted(by_detect, reverse=True) and by_detect[-1] > 1.0
+    assert by_keep == sorted(by_keep, reverse=True) and by_keep[-1] > 32
+
+
+def test_the_papers_step_and_the_keep_ratios_of_table_6() -> None:
+    """The model of Table 5 has not seen 2.33 and 1.17."""
+    for fixed in (0.0, 0.2):
+        assert cost.paper_speed_up(fixed, 0.5, 512)[0] == pytest.approx(1.61)
+        assert cost.paper_speed_up(fixed, 0.25, 512)[0] == pytest.approx(2.33, rel=0.06)
+        assert cost.paper_speed_up(fixed, 0.75, 512)[0] == pytest.approx(1.17, rel=0.06)
+
+
 # ------------------------------------------------------------------ early stop
 
 
@@ -410,7 +450,7 @@ def test_the_page_says_gains_first_then_differences_then_targets_then_tables(tmp
     )
     assert "at least 1.6 × faster | 1.70 (1.65 to 1.75) | **met** |" in text
     assert "majority, at least 0 | no result | **not measured** |" in text
-    assert "Not run: dapo, convergence, pruning, keep_ratio, voting, early_stop, head, theory." in text
+    assert "Not run: dapo, convergence, cost, pruning, keep_ratio, voting, early_stop, head, theory." in text
 
 
 def test_zero_is_at_least_zero_and_not_above_it() -> None:

@@ -36,6 +36,12 @@ class Fact:
 
 
 FACTS = [
+    Fact(
+        "skip_clone spares a deep copy of a request's parameters, and changes nothing else",
+        "sampling_params.py",
+        "SamplingParams.clone",
+        ("if self.skip_clone:", "return copy.copy(self)", "return copy.deepcopy(self)"),
+    ),
     # Which object the hook finds, and where.
     Fact(
         "VLLM_USE_V2_MODEL_RUNNER=0 chooses the model runner whose row order the hook knows",
