@@ -39,7 +39,7 @@ from grpo import Sample, group_advantages, overlong_penalty
 from quality_head import HeadTrainer, QualityHead
 from support import checkpoint, launch, model
 from support.data import Prompt
-from support.distributed import gather_rollouts, shard
+from support.distributed import engine_number, gather_rollouts, shard
 from support.evaluation import evaluate, grade
 from support.grader import GraderError
 from support.metrics import Metrics, step_metrics
@@ -55,6 +55,7 @@ class Pruner:
     engine calls `decide` in between. Pass it to `Engine.generate`.
 
     hidden_size: of the model's last hidden state. group_size: rollouts per prompt (G).
+    head_inputs: "state+logprob" if log-probs come behind states (`state_logprobs` of the engine).
     rule: "arrol", or "random", which keeps with p = κ: its head learns and decides nothing.
     draw: "bernoulli" (the paper) or "systematic", see `calibration.SystematicDraw`.
     min_survivors: a group is never pruned below this. cold_start: first steps without pruning, in
@@ -80,13 +81,15 @@ class Pruner:
         alpha: float = 1.0,
         window: int = 4096,
         head_width: int = 256,
+        head_inputs: Literal["state", "state+logprob"] = "state",
         head_lr: float = 1e-3,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         self.group_size, self.settings, self.rule, self.draw = group_size, settings, rule, draw
         self.min_survivors, self.cold_start, self.seed = min_survivors, cold_start, seed
-        self.head = QualityHead(hidden_size, head_width, seed=seed).to(device)
+        extras = 2 if head_inputs == "state+logprob" else 0
+        self.head = QualityHead(hidden_size, head_width, seed, extras).to(device)
         self.trainer = HeadTrainer(self.head, head_lr, capacity=window, seed=seed)
         self.calibrator = Calibrator(bins, alpha, window)
         self.past_cold_start = self.pruning = False
@@ -107,7 +110,7 @@ class Pruner:
     def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
         """Decisions on rollouts that just reached L_detect.
 
-        states: (N, hidden). groups, samples: (N,) prompt of each, and its number within the group.
+        states: (N, hidden or hidden + 2). groups, samples: (N,) prompt of each, and its number in the group.
         """
         scores = self.head(states).sigmoid().cpu()
         q = self.calibrator.posterior(scores)
@@ -273,7 +276,7 @@ class Trainer:
         args = self.args
         local = shard(prompts)
         # Engines draw different samples, unless every rollout has a generator of its own.
-        stream = "everywhere" if args.rollout_seeds else self.engine.number
+        stream = "everywhere" if args.rollout_seeds else engine_number()
         with self.clock("generate"):
             rollouts = self.engine.generate(
                 {group: prompt.token_ids for group, prompt in local.items()},
@@ -283,6 +286,7 @@ class Trainer:
                 seed=random.Random(f"{args.seed}-{step}-{attempt}-{stream}").getrandbits(62),
                 rollout_seeds=args.rollout_seeds,
                 last_states=self.pruner is not None,
+                state_logprobs=bool(self.pruner and self.pruner.head.extras),
                 # One of each group proves the sync; importance weights need all.
                 logprobs=None if args.tis_cap else 1,
                 progress=True,

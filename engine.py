@@ -43,12 +43,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 @dataclass
 class Rollout:
-    """One sampled response. States are (hidden,) fp32 on the CPU."""
+    """One sampled response. States are (hidden,), or with `state_logprobs` (hidden + 2,), fp32 on the CPU."""
 
     group: int  # key of its prompt in the mapping given to Engine.generate
     sample: int = 0  # its number within the group
     token_ids: Sequence[int] = field(default_factory=list)  # if another rank's: a range as long
-    logprobs: list[float] = field(default_factory=list)  # of token_ids, after temperature, if asked for; not if pruned
+    logprobs: list[float] = field(default_factory=list)  # of token_ids, after temperature, if asked for
     finish: str = ""  # "stop", "length" or "pruned"
     late: int = 0  # tokens sampled before the decision to prune it came, and thrown away
     detect_state: Tensor | None = None  # that produced token L_detect, if the rollout went on
@@ -78,7 +78,7 @@ class PruneHook(Protocol):
     """All that the engine knows of a pruning method."""
 
     def decide(self, states: Tensor, groups: list[int], samples: list[int]) -> list[Decision]:
-        """Decide on N rollouts that just reached L_detect; `states` is (N, hidden) fp32 on the CPU.
+        """Decide on N rollouts that just reached L_detect; `states` (N, hidden or hidden + 2) as in `Rollout`.
 
         Rows are ordered by group, as the prompts were given, then by sample.
         """
@@ -102,12 +102,15 @@ class Batch(NamedTuple):
     states: Tensor  # (rows, hidden) that it is sampled from, on the device
     confidences: Tensor | None  # (rows,) H_t, if asked for
 
-    def states_of(self, wanted: Mapping[int, int]) -> Tensor:
-        """States (N, hidden), fp32 on the CPU. wanted: request -> number of the token."""
-        rows = [self.rows[request] for request in wanted]
-        if self.tokens[rows].tolist() != list(wanted.values()):
+    def states_of(self, rollouts: Mapping[int, Rollout], logprobs: bool) -> Tensor:
+        """States, fp32 on the CPU, that produced the newest tokens: (N, hidden), or with log-probs (N, hidden + 2)."""
+        rows = [self.rows[request] for request in rollouts]
+        lengths = [len(r.token_ids) for r in rollouts.values()]
+        if self.tokens[rows].tolist() != lengths:
             raise RuntimeError("vLLM handed out other tokens than those of the oldest batch")
-        return self.states[torch.tensor(rows, device=self.states.device)].float().cpu()
+        states = self.states[torch.tensor(rows, device=self.states.device)].float().cpu()
+        sums = torch.tensor([sum(r.logprobs) for r in rollouts.values()])
+        return torch.column_stack([states, sums, sums / torch.tensor(lengths)]) if logprobs else states
 
 
 class EngineError(RuntimeError):
@@ -135,7 +138,6 @@ class Engine:
     tensor_parallel: how many successive ranks drive this engine in lockstep.
     gpu_memory_utilization: share of the GPU for weights and KV cache, which `sleep` gives back.
     kv_cache_gb: size of the KV cache on a CPU.
-    number: which of several engines of a run this is; callers derive seeds from it.
     vocabulary: ids from this one on are never sampled: rows of a padded vocabulary, without a text.
     async_scheduling: let vLLM prepare a batch while the GPU runs the one before. Never on a CPU.
     """
@@ -149,15 +151,13 @@ class Engine:
         *,
         dtype: torch.dtype,
         tensor_parallel: int = 1,
-        seed: int = 0,
         gpu_memory_utilization: float = 0.5,
         kv_cache_gb: float = 1.0,
-        number: int = 0,
         vocabulary: int | None = None,
         async_scheduling: bool = True,
         verbose: bool = False,
     ) -> None:
-        self.detect_length, self.max_model_len, self.number = detect_length, max_model_len, number
+        self.detect_length, self.max_model_len = detect_length, max_model_len
         self._shapes, constructors = _describe(model)
         self.on_gpu = torch.cuda.is_available()
         _prepare_environment(self.on_gpu, verbose)
@@ -173,7 +173,6 @@ class Engine:
         self.llm = vllm.LLM(
             model,
             dtype=str(dtype).removeprefix("torch."),
-            seed=seed,
             # Ranks of one torchrun may share this engine; without a process group it is alone.
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             use_tqdm_on_load=verbose,
@@ -188,7 +187,6 @@ class Engine:
         if not isinstance(self.runner, GPUModelRunner):
             raise RuntimeError(f"the hook knows vLLM's V1 model runner, not {type(self.runner)}")
         self._compute_logits = self.runner.model.compute_logits
-        self._alone = tensor_parallel == 1
         self._packed = [] if self.on_gpu else list(self.runner.model.modules())
         self.vocabulary = self.llm.model_config.get_vocab_size() if vocabulary is None else vocabulary
         self._stream = torch.cuda.Stream(priority=-1) if self.on_gpu else None  # none of those of vLLM
@@ -209,6 +207,7 @@ class Engine:
         rollout_seeds: bool = False,
         pruner: PruneHook | None = None,
         last_states: bool = False,
+        state_logprobs: bool = False,
         confidence: bool = False,
         logprobs: int | None = None,
         progress: bool = False,
@@ -220,21 +219,21 @@ class Engine:
         rollout_seeds: each rollout has its own generator, so that its tokens do not depend on what
             is sampled beside it, up to rounding. A tenth slower on a CPU.
         last_states, confidence: whether to fill these fields of the rollouts.
-        logprobs: how many rollouts of a group get log-probs; None: all. One can prove a sync.
+        state_logprobs: append to each state the sum and the mean of the log-probs up to its token.
+        logprobs: how many rollouts of a group get log-probs; None, or with state_logprobs: all.
         Raises ValueError for a prompt that leaves no room, EngineError, NothingScored.
         """
-        for prompt in prompts.values():
-            if len(prompt) >= self.max_model_len:
-                raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in {self.max_model_len}")
+        if (longest := max(map(len, prompts.values()), default=0)) >= self.max_model_len:
+            raise ValueError(f"a prompt of {longest} tokens leaves no room in {self.max_model_len}")
         torch.manual_seed(seed)  # vLLM samples from the global generator
         failure, rollouts = None, [Rollout(group, sample) for group in prompts for sample in range(samples)]
         show = progress and os.environ.get("RANK", "0") == "0"
         bar = tqdm(total=len(rollouts), desc="rollouts", unit="rollout", leave=False, disable=not show or None)
-        self.hook_seconds, self._confidence, self._names = 0.0, confidence, {}
+        self._names, self._confidence, self._state_logprobs, self.hook_seconds = {}, confidence, state_logprobs, 0.0
         self.runner.model.compute_logits = self._hook
         try:
             for rollout in rollouts:
-                wanted = logprobs is None or rollout.sample < logprobs
+                wanted = state_logprobs or logprobs is None or rollout.sample < logprobs
                 self._add(rollout, prompts[rollout.group], sampling, seed if rollout_seeds else None, wanted)
             # A batch may still run when vLLM learns that all rollouts have ended.
             while self.engine.has_unfinished_requests() or self.core.batch_queue:
@@ -276,8 +275,7 @@ class Engine:
             stop_token_ids=list(sampling.stop_token_ids),
             # Thousands of partial outputs a step would cost more than the hook does.
             output_kind=RequestOutputKind.FINAL_ONLY,
-            # Of the sampled token alone.
-            logprobs=0 if logprobs else None,
+            logprobs=0 if logprobs else None,  # of the sampled token alone
             **(neutral | outputs),
         )
         request = next(self._numbers)
@@ -328,34 +326,34 @@ class Engine:
                 if token and request in known:  # others went on for a token after the end
                     known[request].confidences.append(value)
         if last_states and ended:
-            states = batch.states_of({request: len(r.token_ids) for request, r in ended.items()})
-            for rollout, state in zip(ended.values(), states):
+            for rollout, state in zip(ended.values(), batch.states_of(ended, self._state_logprobs)):
                 rollout.last_state = state
 
     def _decide(self, batch: Batch, pruner: PruneHook) -> None:
         """Prune what the pruner drops of the rollouts that reached L_detect and go on."""
         requests, processor = list(batch.rows), self.engine.output_processor
         arrived = {requests[row] for row in np.flatnonzero(batch.tokens == self.detect_length)}
-        if not (reached := sorted(arrived & self._live.keys())):
+        if not (reached := {request: self._live[request] for request in sorted(arrived & self._live.keys())}):
             return
-        rollouts = [self._live[request] for request in reached]
-        states = batch.states_of(dict.fromkeys(reached, self.detect_length))
+        for request, rollout in reached.items():  # vLLM returns nothing of those that are aborted
+            sampled = processor.request_states[processor.external_req_ids[str(request)][0]]
+            rollout.token_ids = list(sampled.detokenizer.output_token_ids)
+            logprobs = sampled.logprobs_processor.logprobs
+            rollout.logprobs = list(logprobs.logprobs) if logprobs else []
+        states, rollouts = batch.states_of(reached, self._state_logprobs), reached.values()
         decisions = pruner.decide(states, [r.group for r in rollouts], [r.sample for r in rollouts])
-        for request, rollout, state, decision in zip(reached, rollouts, states, decisions, strict=True):
+        for (request, rollout), state, decision in zip(reached.items(), states, decisions, strict=True):
             rollout.detect_state = state
             rollout.score, rollout.posterior, rollout.survival = decision.score, decision.posterior, decision.survival
             if not decision.keep:
-                sampled = processor.request_states[processor.external_req_ids[str(request)][0]].detokenizer
-                rollout.finish, rollout.token_ids = "pruned", list(sampled.output_token_ids)  # vLLM returns none
-                rollout.late = sum(request in later.rows for later in self._batches)
-        self._abort([request for request, decision in zip(reached, decisions) if not decision.keep])
+                rollout.finish, rollout.late = "pruned", sum(request in later.rows for later in self._batches)
+        self._abort([request for request, rollout in reached.items() if rollout.finish == "pruned"])
 
     def _abort(self, requests: list[int]) -> None:
+        # One by one: the order in which vLLM frees several may differ between ranks that share an engine.
         for request in requests:
             del self._live[request]
-        # On ranks that share an engine one by one: the order in which vLLM frees several may differ.
-        for some in [requests] if self._alone else [[request] for request in requests]:
-            self.engine.abort_request([str(request) for request in some])
+            self.engine.abort_request([str(request)])
         self._aborted.update(requests)
         if self.engine.get_num_unfinished_requests() != len(self._live):
             raise RuntimeError("vLLM did not abort a request")

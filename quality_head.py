@@ -3,6 +3,9 @@
     logit = Linear(GELU(Linear(LayerNorm(state))))    state: the final-norm output, fed to lm_head
     s'    = sigmoid(logit)                            the score, calibrated in `calibration.py`
 
+The paper's head sees the state alone. Ours may see two numbers more, which no LayerNorm flattens:
+how likely the model found what it has sampled so far, as a sum and as a mean of log-probs.
+
 `QualityHead` is the 2-layer MLP. `HeadTrainer` teaches it from a sliding buffer of (state, label)
 pairs. The head sees copies of states and never the model that made them, so no gradient reaches
 the policy. Imports torch and the standard library only.
@@ -14,6 +17,7 @@ hundredfold between models), the width, and AdamW with a few passes over a repla
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +31,32 @@ class QualityHead(nn.Module):
     """LayerNorm -> Linear(H, width) -> GELU -> Linear(width, 1), in fp32.
 
     Its weights depend on `seed` alone, and the global generator stays as it was.
+
+    extras: 2 if behind each state come the sum S <= 0 and the mean of log-probs; they join it past
+    the LayerNorm, as log(1 - S), since S grows with the length to thousands, and the mean as it is.
     """
 
-    def __init__(self, hidden_size: int, width: int = 256, seed: int = 0) -> None:
+    def __init__(self, hidden_size: int, width: int = 256, seed: int = 0, extras: Literal[0, 2] = 0) -> None:
         super().__init__()
+        self.extras = extras
         with torch.random.fork_rng(devices=[]):
             # torch.manual_seed would reseed the GPUs as well
             torch.default_generator.manual_seed(seed)
             self.norm = nn.LayerNorm(hidden_size, dtype=torch.float32)
-            self.hidden = nn.Linear(hidden_size, width, dtype=torch.float32)
+            self.hidden = nn.Linear(hidden_size + extras, width, dtype=torch.float32)
             self.out = nn.Linear(width, 1, dtype=torch.float32)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Quality logits (N,) fp32 of `states` (N, H), of any float dtype and device; detached."""
+        """Quality logits (N,) fp32 of `states` (N, H + extras), of any float dtype and device; detached."""
         states = states.detach().to(self.out.weight.device, torch.float32)
+        states, extras = states.split([*self.norm.normalized_shape, self.extras], 1)
         with torch.autocast(states.device.type, enabled=False):
-            return self.out(F.gelu(self.hidden(self.norm(states)))).squeeze(-1)
+            seen = self.norm(states)
+            if self.extras:
+                # Rounding may put a sum a little above 0.
+                total, mean = extras.split(1, 1)
+                seen = torch.cat([seen, total.clamp_max(0).neg().log1p(), mean], 1)
+            return self.out(F.gelu(self.hidden(seen))).squeeze(-1)
 
 
 class HeadTrainer:

@@ -58,7 +58,7 @@ class Sampler(TrainerCallback):
         return {
             "prompt_ids": [groups[r.group] for r in self.rollouts],
             "completion_ids": [r.token_ids for r in self.rollouts],
-            "logprobs": [r.logprobs or [None] * len(r.token_ids) for r in self.rollouts],
+            "logprobs": [r.logprobs for r in self.rollouts],
             # 0: neither in the loss nor in the number of tokens that it is divided by.
             "env_mask": [[int(r.finish != "pruned")] * len(r.token_ids) for r in self.rollouts],
         }

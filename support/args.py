@@ -80,6 +80,7 @@ class Args(SamplingArgs):
     alpha: float = flag(1.0, "Laplace smoothing of the calibration (α)", "(0, inf)")
     window: int = flag(4096, "rollouts that calibration and quality head remember", "[1, inf)", tiny=2048)
     head_width: int = flag(256, "hidden units of the quality head", "[1, inf)")
+    head_inputs: str = flag("state", "what it sees; log-probs: of the tokens so far", ("state", "state+logprob"))
     head_lr: float = flag(1e-3, "its learning rate", "(0, inf)")
     algo: str = flag("grpo", "loss and sampling", ("grpo", "dapo"))
     lr: float = flag(1e-6, "learning rate of the policy", "[0, inf)", tiny=1e-4)
@@ -133,7 +134,7 @@ def parse(argv: list[str]) -> Args:
     a = Args(**({} if "model" in given else EMBEDDED) | printed | given)
     if folder := a.resume:
         saved = saved_flags(Path(folder))
-        for name in ("model", "output", "prune", "head_width"):
+        for name in ("model", "output", "prune", "head_width", "head_inputs"):
             if given.get(name, saved[name]) != saved[name]:
                 fail(f"--{name.replace('_', '-')} {given[name]}: the run in {folder} has {saved[name]}; begin another")
         a = Args(**saved | given | {"output": folder})

@@ -123,7 +123,8 @@ def load_head(path: Path) -> tuple[QualityHead, Tensor, int]:
         with safe_open(path, "pt") as file:
             tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
         counts = [tensors.pop(f"calibration.{kind}") for kind in ("positives", "negatives")]
-        head = QualityHead(*reversed(tensors["hidden.weight"].shape))
+        (width, seen), size = tensors["hidden.weight"].shape, len(tensors["norm.weight"])
+        head = QualityHead(size, width, extras=seen - size)
         head.load_state_dict(tensors)
         return head, posterior_table(*counts, float(notes["alpha"])), int(notes["detect_length"])
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:

@@ -17,7 +17,7 @@ from engine import Engine, Rollout, Sampling
 from support import data
 from support.args import Args, SamplingArgs
 from support.data import DataError, Problem, Prompt
-from support.distributed import gather_rollouts, shard
+from support.distributed import engine_number, gather_rollouts, shard
 from support.grader import Grader
 from support.metrics import pass_at_k
 
@@ -170,7 +170,7 @@ def evaluate(
         local = shard(prompts)
         ids = {group: prompt.token_ids for group, prompt in local.items()}
         # Engines with one seed would all draw the same numbers.
-        seed = args.seed if args.rollout_seeds else args.seed + engine.number
+        seed = args.seed if args.rollout_seeds else args.seed + engine_number()
         options = {"rollout_seeds": args.rollout_seeds, "logprobs": 0, "progress": True}
         rollouts = engine.generate(ids, count, how, seed=seed, **options)
         grade(rollouts, local, tokenizer, grader)

@@ -102,7 +102,7 @@ def make_pruner(pruner: type, args: Args, hidden_size: int, device: torch.device
     if args.prune == "none":
         return None
     settings = Settings(**args.select("keep_ratio positive_target balance p_min p_max tilt focus"))
-    same = args.select("min_survivors cold_start bins alpha window head_width head_lr seed")
+    same = args.select("min_survivors cold_start bins alpha window head_width head_inputs head_lr seed")
     made = pruner(hidden_size, args.group_size, settings, rule=args.prune, draw=args.survival, device=device, **same)
     return distributed.SharedDecisions(made) if args.tp > 1 else made
 

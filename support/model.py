@@ -134,12 +134,11 @@ def _free_memory() -> int:
 
 def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> contextlib.closing[Engine]:
     """The engine that the flags ask for, to be entered within the process group, which it uses to its end."""
-    options = args.select("model detect_length max_num_seqs seed gpu_memory_utilization kv_cache_gb verbose")
-    options |= {"max_model_len": args.max_length, "tensor_parallel": tp, "number": distributed.engine_number()}
+    options = args.select("model detect_length max_num_seqs gpu_memory_utilization kv_cache_gb verbose")
+    options |= {"max_model_len": args.max_length, "tensor_parallel": tp}
     try:
         return contextlib.closing(Engine(vocabulary=vocabulary, dtype=working_dtype(device), **options))
-    except Exception as error:
-        # Whatever vLLM raises.
+    except Exception as error:  # whatever vLLM raises
         if args.verbose:
             raise
         fail(_why_no_engine(f"{type(error).__name__}: {error}", args, device))

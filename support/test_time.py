@@ -69,7 +69,7 @@ class Sampler:
             fail(str(error).replace("--dataset", "--trained-on", 1))
         if not chosen.prompts:
             fail(f"--max-prompt {args.max_prompt}: no prompt of {chosen.name} is that short")
-        if head is not None and (width := head.hidden.in_features) != hidden_size:
+        if head is not None and (width := head.norm.weight.numel()) != hidden_size:
             fail(f"--head {args.head}: it reads states of {width} numbers, the model's have {hidden_size}")
         if args.early_stop and trained_at not in (None, args.detect_length):
             fail(f"--detect-length {args.detect_length}: {args.head} was trained at {trained_at}")
@@ -96,6 +96,7 @@ class Sampler:
     def sample(self, samples: int, **options: object) -> list[Rollout]:
         """So many rollouts of each prompt; `options` of `Engine.generate` go before these."""
         options = dict(last_states=True, confidence=True, progress=True, rollout_seeds=True) | options
+        options["state_logprobs"] = bool(self.head and self.head.extras)
         prompts = {group: prompt.token_ids for group, prompt in self.prompts.items()}
         return self.engine.generate(prompts, samples, self.sampling, seed=self.args.seed, **options)
 

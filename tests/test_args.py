@@ -181,9 +181,10 @@ def test_resume_takes_the_runs_own_flags_and_those_that_are_given(
     again = parse(["--resume", str(tmp_path), "--steps", "6"])
     assert (again.steps, again.lr, again.output, again.model) == (6, 0.5, str(tmp_path), str(TINY))
     assert again.eval_data == ["sums"]
-    for flags in ("--output {run}", "--resume {run} --prune none", "--resume {run} --head-width 8"):
-        # a run is never overwritten, nor gone on with as another one
-        assert "run" in refused(parse, flags.format(run=tmp_path).split(), capsys)
+    # a run is never overwritten, nor gone on with as another one
+    assert "run" in refused(parse, ["--output", str(tmp_path)], capsys)
+    for flags in ("--prune none", "--head-width 8", "--head-inputs state+logprob"):
+        assert "begin another" in refused(parse, ["--resume", str(tmp_path), *flags.split()], capsys)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,15 @@ def test_ctrl_c_while_shards_are_written_ends_the_run(
     assert complete(tmp_path) == []
 
 
+@pytest.mark.parametrize("extras", [0, 2])
+def test_a_head_is_loaded_as_it_was_saved(extras: int, tmp_path: Path) -> None:
+    """With or without log-probs: the file's shapes say which."""
+    head, states = QualityHead(8, 4, seed=3, extras=extras), torch.randn(5, 8 + extras)
+    checkpoint.save_head(tmp_path / "head.safetensors", head, Calibrator(bins=4), 10)
+    loaded, *_ = checkpoint.load_head(tmp_path / "head.safetensors")
+    assert loaded.extras == extras and loaded(states).equal(head(states))
+
+
 # ------------------------------------------------------------------ two ranks
 
 

@@ -135,6 +135,38 @@ def test_captured_states_are_those_of_transformers(engine: Engine, model: tuple[
     assert gap(model[1], rollouts) < 1e-4
 
 
+def test_logprobs_behind_states(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
+    """Sum and mean up to the token that the state produced, of pruned rollouts too, whose log-probs
+    end at L_detect. Tokens and states are those without."""
+    bare, rollouts = (
+        engine.generate(
+            PROMPTS,
+            6,
+            SAMPLING,
+            seed=1,
+            pruner=Keep(lambda number: number % 3 > 0),
+            last_states=True,
+            state_logprobs=wanted,
+            logprobs=0,
+        )
+        for wanted in (False, True)
+    )
+    assert tokens(bare) == tokens(rollouts) and {r.finish for r in rollouts} >= {"stop", "pruned"}
+    lengths = {"detect_state": lambda r: DETECT, "last_state": lambda r: len(r.token_ids)}
+    for one, r in zip(bare, rollouts, strict=True):
+        assert len(r.logprobs) == len(r.token_ids) and not one.logprobs
+        assert (r.last_state is None) == (r.finish == "pruned")
+        for name, length in lengths.items():
+            state, expected = getattr(r, name), getattr(one, name)
+            assert (state is None) == (expected is None)
+            if state is not None:
+                seen = torch.tensor(r.logprobs[: length(r)], dtype=torch.float64)
+                assert state.dtype == torch.float32 and len(state) == len(expected) + 2
+                torch.testing.assert_close(state[:-2], expected, atol=1e-4, rtol=0)
+                torch.testing.assert_close(state[-2:].double(), torch.stack([seen.sum(), seen.mean()]))
+    assert gap(model[1], rollouts) < 1e-4
+
+
 def test_confidence_is_that_of_transformers_logits(engine: Engine, model: tuple[Path, PreTrainedModel]) -> None:
     """H_t = -sum_j log P_t(j) over the vocabulary, at temperature 1 whatever the sampling's. Pruned
     rollouts have it too, and those that wait for a slot."""
@@ -422,7 +454,7 @@ def test_asynchronous_scheduling_changes_nothing(make_engine: Callable[..., Engi
     pruner, found = Keep(lambda number: number % 3 > 0), []
     for asynchronous in (False, True):
         engine = make_engine(asynchronous=asynchronous, max_num_seqs=16)
-        arguments = dict(rollout_seeds=True, last_states=True, confidence=True)
+        arguments = dict(rollout_seeds=True, last_states=True, state_logprobs=True, confidence=True)
         found.append(engine.generate(PROMPTS, 6, SAMPLING, seed=3, pruner=pruner, **arguments))
         pruner.shown.clear()
     for synchronous, r in zip(*found, strict=True):

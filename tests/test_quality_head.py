@@ -80,6 +80,35 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert parameters(QualityHead(8, seed=5)).equal(first) and not parameters(QualityHead(8, seed=6)).equal(first)
 
 
+def test_without_logprobs_the_head_is_the_plain_mlp() -> None:
+    """Bit for bit, from its seed on: a head of an older file scores as it did."""
+    head, states = QualityHead(8, 4, seed=5), toy(20, seed=1, size=8)[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        plain = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 1))
+    assert parameters(head).equal(parameters(plain)) and head(states).equal(plain(states)[:, 0])
+
+
+@pytest.mark.parametrize("extras", [0, 2])
+def test_states_of_another_width_are_refused(extras: int) -> None:
+    head = QualityHead(8, 4, extras=extras)
+    assert head(torch.zeros(3, 8 + extras)).shape == (3,)
+    for width in (8 + 2 - extras, 9, 11):
+        with pytest.raises(RuntimeError, match="split"):
+            head(torch.zeros(3, width))
+
+
+def test_logprobs_bypass_the_norm() -> None:
+    """Scaling the state changes nothing, and no length is too long; a sum rounded above 0 is 0."""
+    head, states = QualityHead(8, 4, extras=2), toy(3, seed=1, size=8)[0]
+    long, short = torch.tensor([-20000.0, -0.3]), torch.tensor([-3.0, -0.3])
+    seen = lambda states, pair: head(torch.cat([states, pair.expand(3, 2)], 1))  # noqa: E731
+    torch.testing.assert_close(seen(100 * states, long), seen(states, long), atol=1e-4, rtol=0)
+    assert (seen(states, long) - seen(states, short)).abs().min() > 1e-3
+    assert seen(states, long).abs().max() < 10
+    assert seen(states, torch.tensor([1e-7, 0.0])).equal(seen(states, torch.zeros(2)))
+
+
 # --- its training -----------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +129,30 @@ def test_recovers_from_one_class() -> None:
         updates += int(trainer.train()["updates"])
     logits = trainer.head(test_states).detach()
     assert updates <= 200 and logits.abs().max() < 50 and auc(logits, test_labels) > 0.9
+
+
+@pytest.mark.parametrize("told", ["sum", "mean"])
+def test_learns_what_only_the_logprobs_tell(told: str) -> None:
+    """Among states that tell nothing, with sums of 100 to 1,000 tokens."""
+
+    def sample(count: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        mean = -0.1 - 0.4 * torch.rand(count, generator=generator)
+        length = 100 + 900 * torch.rand(count, generator=generator)
+        known = mean if told == "mean" else mean * length
+        states = torch.column_stack([toy(count, seed)[0], mean * length, mean])
+        return states, (known > known.median()).float()
+
+    auc_of = {}
+    for extras in (0, 2):
+        trainer = HeadTrainer(QualityHead(16, extras=extras))
+        for step in range(15):
+            states, labels = sample(400, step)
+            trainer.add(states[:, : 16 + extras], labels)
+            trainer.train()
+        states, labels = sample(1000, 99)
+        auc_of[extras] = auc(trainer.head(states[:, : 16 + extras]).detach(), labels)
+    assert auc_of[2] > 0.9 and abs(auc_of[0] - 0.5) < 0.06
 
 
 def test_train_bounds_its_work() -> None:

@@ -190,7 +190,9 @@ def test_several_ranks_speak_and_write_as_one(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(own: bool) -> None:
+def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Engines of several ranks would all sample the same, were it not for their number in the seed."""
     trainer, seeds = object.__new__(Trainer), []
     trainer.args = parse(["--rollout-seeds" if own else "--no-rollout-seeds"])
@@ -198,8 +200,8 @@ def test_ranks_draw_different_numbers_unless_each_rollout_has_its_own(own: bool)
     grader = SimpleNamespace(grade=lambda texts, golds: [])
     trainer.parts = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(TINY), grader=grader)
     trainer.clock = Clock()
+    trainer.engine = SimpleNamespace(generate=lambda *_, seed, **__: seeds.append(seed) or [])
     for number in range(4):
-        generate = lambda *_, seed, **__: seeds.append(seed) or []  # noqa: E731
-        trainer.engine = SimpleNamespace(number=number, generate=generate)
+        monkeypatch.setenv("RANK", str(number))
         trainer.generate({}, step=3, attempt=0)
     assert len(set(seeds)) == (1 if own else 4)

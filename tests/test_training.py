@@ -22,12 +22,13 @@ from arrol import Trainer
 from engine import Engine, EngineError, NothingScored, Rollout, Sampling
 from grpo import SamplerGapError
 from support import checkpoint, data
-from support.args import TINY, parse
+from support.args import TINY, parse, parse_tts
 from support.evaluation import EvalSet
 from support.grader import Grader, GraderError, Verdict
 from support.launch import Parts, load_prompts
 from support.report import tracker_name
 from support.show import load_metrics
+from support.test_time import KeepBetter, Sampler
 
 ROOT = Path(arrol.__file__).parent
 
@@ -80,18 +81,19 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_six_steps_straight_equal_three_and_three(trainer: Callable[..., Trainer]) -> None:
+@pytest.mark.parametrize("head_inputs", ["state", "state+logprob"])
+def test_six_steps_straight_equal_three_and_three(trainer: Callable[..., Trainer], head_inputs: str) -> None:
     """EasyR1#57: same prompts, same decisions, same weights, bit for bit; through files, at a
     mid-epoch data position.
     """
-    straight = trainer(log_rollouts="all")
+    straight = trainer(log_rollouts="all", head_inputs=head_inputs)
     expected = outcome(straight)
     assert any(row["pruned"] for row in expected)
-    first = trainer(log_rollouts="all", steps=3)
+    first = trainer(log_rollouts="all", steps=3, head_inputs=head_inputs)
     folder = Path(first.args.output)
     first.run("test")
     start = weights(first)
-    second = trainer(log_rollouts="all", seed=0, output=folder / "elsewhere")
+    second = trainer(log_rollouts="all", seed=0, head_inputs=head_inputs, output=folder / "elsewhere")
     second.args.output = str(folder)
     second.run("test", resume_from=checkpoint.complete(folder)[-1])
     rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().split("\n") if line]
@@ -228,6 +230,27 @@ def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[...,
     assert len(table) == run.args.bins and torch.equal(table, run.pruner.calibrator.posterior(centres))
     with pytest.raises(ValueError, match="no quality head"):
         checkpoint.load_head(folder / "checkpoint-3" / "model" / "model.safetensors")
+
+
+def test_votes_are_weighed_by_what_the_head_was_trained_on(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    """tts.py asks for log-probs behind states where the head of a checkpoint has seen them."""
+    run = trainer(steps=2, head_inputs="state+logprob")
+    run.run("test")
+    head = Path(run.args.output) / "checkpoint-2" / "quality_head.safetensors"
+    sampler = Sampler(parse_tts(["--head", str(head), "--output", str(tmp_path / "tts"), "--n", "4"]))
+    sampler.engine, sampler.grader = run.engine, run.parts.grader
+    sampler.prompts = dict(list(sampler.prompts.items())[:6])
+    pruner = KeepBetter(sampler.head, sampler.table, 0.5, seed=0)
+    rollouts = sampler.sample(4, pruner=pruner)
+    assert {r.finish for r in rollouts} >= {"stop", "pruned"}
+    for candidates in sampler.judge(rollouts)[:6]:
+        for r, logit in zip(candidates.rollouts, candidates.signals["head"], strict=True):
+            total = torch.tensor([sum(r.logprobs), sum(r.logprobs) / len(r.logprobs)])
+            torch.testing.assert_close(r.last_state[-2:], total)
+            assert logit == pytest.approx(run.pruner.head(r.last_state[None]).item(), abs=1e-5)
+    for r in rollouts:
+        if r.detect_state is not None:
+            assert r.score == pytest.approx(run.pruner.head(r.detect_state[None]).sigmoid().item(), abs=1e-5)
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(

@@ -218,6 +218,7 @@ FACTS = [
         (
             "req_state = self.request_states.get(req_id)",
             "req_state.detokenizer.update(new_token_ids, finish_reason == FinishReason.STOP)",
+            "req_state.logprobs_processor.update_from_output(engine_core_output)",
         ),
     ),
     Fact(
@@ -237,6 +238,12 @@ FACTS = [
         "v1/engine/logprobs.py",
         "LogprobsProcessor.from_new_request",
         ("if num_logprobs is None", "create_sample_logprobs(sampling_params.flat_logprobs)"),
+    ),
+    Fact(
+        "log-probs of the tokens handed out so far, the sampled one's first in each",
+        "v1/engine/logprobs.py",
+        "LogprobsProcessor._update_sample_logprobs",
+        ("sampled_token_logprob = logprobs[0]", "append_logprobs_for_next_position(self.logprobs, token_ids, logprobs"),
     ),
     Fact(
         "abort_request takes our names",
