@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,10 +218,21 @@ class Job:
     folder: Path
 
 
-def train(plan: Plan, methods: Sequence[str]) -> dict[str, dict[str, list[Run]]]:
-    """Regime -> method -> its runs; missing ones are trained first, seed by seed."""
+def train(
+    plan: Plan, methods: Sequence[str], fewer: Mapping[str, int] | None = None
+) -> dict[str, dict[str, list[Run]]]:
+    """Regime -> method -> its runs; missing ones are trained first, seed by seed.
+
+    fewer: methods that get the first so many of the seeds alone.
+    """
+    keys = [
+        (regime, method, seed)
+        for number, seed in enumerate(plan.seeds)
+        for regime in plan.regimes
+        for method in methods
+        if number < (fewer or {}).get(method, len(plan.seeds))
+    ]
     # Parsed before anything is trained: a bad flag ends the program here.
-    keys = [(regime, method, seed) for seed in plan.seeds for regime in plan.regimes for method in methods]
     folders = {key: plan.folder(*key)[0] for key in keys}
     missing = {folder: key for key, folder in folders.items() if not (folder / RECORD).is_file()}
     print(f"{len(keys)} runs, {len(missing)} of them to be trained", flush=True)
