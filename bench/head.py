@@ -13,6 +13,7 @@ which training states make the best head, and which state votes best.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import sys
@@ -250,12 +251,15 @@ def picture(results: dict, sample: Sample, scores: Tensor, rows: Tensor) -> Figu
 def default_model() -> Path:
     """The last checkpoint of an ARRoL run of bench/runs, which is trained if it is missing."""
     plan, _ = runs.read_flags(runs.run_parser(__doc__), ["--seeds", "2"])
-    return checkpoint.complete(runs.train(plan, ["GRPO + ARRoL"])["GRPO + ARRoL"][0].folder)[-1]
+    plan = dataclasses.replace(plan, regimes={"sums": plan.regimes["sums"]})
+    return checkpoint.complete(runs.train(plan, ["GRPO + ARRoL"])["sums"]["GRPO + ARRoL"][0].folder)[-1]
 
 
 def measure(args: TtsArgs, problems: int) -> tuple[dict, Figure]:
     """Everything that the tables show, and the picture."""
     sampler = Sampler(args)
+    if sampler.head is not None and sampler.head.extras:
+        fail(f"--head {args.head}: it sees log-probs too, and here heads are compared that see states alone")
     sampler.prompts = dict(list(sampler.prompts.items())[:problems])
     with sampler.running():
         rollouts = sampler.sample(args.n)
