@@ -58,7 +58,7 @@ class Sampler:
         tokenizer, stop_token_ids, config = load_tokenizer(args)
         hidden_size = config.get_text_config().hidden_size
         try:
-            head, self.table, trained_at = load_head(Path(args.head)) if args.head else (None, None, None)
+            head, self.table, self.finished, trained_at = load_head(Path(args.head)) if args.head else [None] * 4
         except ValueError as error:
             fail(f"--head {error}")
         try:

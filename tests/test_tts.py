@@ -64,7 +64,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     calibrator, generator = Calibrator(bins=64), torch.Generator().manual_seed(0)
     scores = torch.rand(4000, generator=generator)
     calibrator.label(scores, (torch.rand(4000, generator=generator) < scores).float())
-    save_head(folder / "head.safetensors", QualityHead(128, 32, seed=3), calibrator, L_DETECT)
+    save_head(folder / "head.safetensors", QualityHead(128, 32, seed=3), calibrator, calibrator, L_DETECT)
     rows = [{"problem": p.text, "answer": p.answer} for p in data.sums(12, 5, "test", (3, 5), 15)]
     rows.insert(TOO_LONG - 1, {"problem": LONG, "answer": "450"})
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -279,8 +279,9 @@ def test_bad_flags_end_in_one_sentence_and_nothing_is_created(
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "scores.json").write_text("{}")
     (tmp_path / "note.txt").write_text("no head")
-    save_head(tmp_path / "other.safetensors", QualityHead(64, 8), Calibrator(bins=4), L_DETECT)
-    save_head(tmp_path / "late.safetensors", QualityHead(128, 8), Calibrator(bins=4), 99)
+    windows = Calibrator(bins=4), Calibrator(bins=4)
+    save_head(tmp_path / "other.safetensors", QualityHead(64, 8), *windows, L_DETECT)
+    save_head(tmp_path / "late.safetensors", QualityHead(128, 8), *windows, 99)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
