@@ -92,6 +92,8 @@ class Pruner:
         self.head = QualityHead(hidden_size, head_width, seed, extras).to(device)
         self.trainer = HeadTrainer(self.head, head_lr, capacity=window, seed=seed)
         self.calibrator = Calibrator(bins, alpha, window)
+        # Of last states, for the vote; decisions do not look at it.
+        self.finished = Calibrator(bins, alpha, window)
         self.past_cold_start = self.pruning = False
 
     def begin(self, step: int) -> None:
@@ -154,8 +156,9 @@ class Pruner:
             self.trainer.add(torch.stack([r.detect_state for r in known]), rewards)
         if ended:
             # Last states too: test-time voting scores finished answers with the same head.
-            states = torch.stack([r.last_state for r in ended])
-            self.trainer.add(states, torch.tensor([r.reward for r in ended]))
+            states, rewards = torch.stack([r.last_state for r in ended]), torch.tensor([r.reward for r in ended])
+            self.finished.label(self.head(states).sigmoid(), rewards)
+            self.trainer.add(states, rewards)
         if scored:
             groups = torch.tensor([r.group for r in scored])
             self.calibrator.observe(torch.tensor([r.score for r in scored]), groups)
@@ -166,11 +169,13 @@ class Pruner:
         }
 
     def state_dict(self) -> dict:
-        return {"trainer": self.trainer.state_dict(), "calibrator": self.calibrator.state_dict()}
+        return {name: getattr(self, name).state_dict() for name in ("trainer", "calibrator", "finished")}
 
     def load_state_dict(self, state: dict) -> None:
         self.trainer.load_state_dict(state["trainer"])
         self.calibrator.load_state_dict(state["calibrator"])
+        if "finished" in state:  # not in older checkpoints: the window then starts empty
+            self.finished.load_state_dict(state["finished"])
 
 
 class Trainer:
@@ -354,16 +359,17 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """Write checkpoint-N into the run folder. Raises checkpoint.SaveError."""
-        state = {"step": self.step_number, "taken": self.prompts_used, "seconds": self.seconds}
-        if self.pruner:
-            state["pruner"] = self.pruner.state_dict()
+        state, head = {"step": self.step_number, "taken": self.prompts_used, "seconds": self.seconds}, None
+        if pruner := self.pruner:
+            state["pruner"] = pruner.state_dict()
+            head = (pruner.head, pruner.calibrator, pruner.finished, self.args.detect_length)
         return checkpoint.save(
             folder,
             self.step_number,
             model=self.policy.model,
             weights=self.weights(),
             tokenizer=self.parts.tokenizer,
-            head=(self.pruner.head, self.pruner.calibrator, self.args.detect_length) if self.pruner else None,
+            head=head,
             learner=self.learner,
             state=state,
             keep=self.args.keep_checkpoints,

@@ -112,7 +112,7 @@ def self_certainty(h: np.ndarray, vocabulary: int) -> float:
 def trace_signals(
     traces: Sequence[np.ndarray], logprobs: Sequence[Sequence[float]], window: int, vocabulary: int
 ) -> dict[str, list[float]]:
-    """All `SIGNALS` of finished traces but the head's logit; logprobs: of the sampled tokens."""
+    """All `SIGNALS` of finished traces but the head's two; logprobs: of the sampled tokens."""
     return {
         "mean": [mean_confidence(h) for h in traces],
         "lowest": [lowest_window(h, window) for h in traces],
@@ -209,6 +209,21 @@ def probabilities(logits: Sequence[float]) -> list[float]:
     return [1 / (1 + math.exp(-logit)) if logit >= 0 else 1 - 1 / (1 + math.exp(logit)) for logit in logits]
 
 
+def log_odds(posteriors: Sequence[float]) -> list[float]:
+    """Weights max(0, log(q / (1 - q))) of posteriors q: a vote counts as much as it is evidence.
+
+    Not the paper's. Of independent voters between two answers this is the optimal weight (Nitzan
+    and Paroush, 1982). Clipped at 0: what is more likely wrong than right has no vote. If none has
+    one, all sums tie, and `vote` falls back to the majority. Raises ValueError unless 0 < q < 1.
+
+    >>> [round(weight, 2) for weight in log_odds([0.5, 0.9, 0.75, 0.2])]
+    [0.0, 2.2, 1.1, 0.0]
+    """
+    if not all(0 < q < 1 for q in posteriors):
+        raise ValueError("a posterior must lie in (0, 1), or its log-odds are not finite")
+    return [max(0.0, math.log(q / (1 - q))) for q in posteriors]
+
+
 def top_share(classes: Sequence[Class], weights: Sequence[float], share: float) -> list[Class]:
     """DeepConf's filter: classes, None for all but the ceil(share * voters) of the highest weights.
 
@@ -232,7 +247,8 @@ def top_share(classes: Sequence[Class], weights: Sequence[float], share: float) 
 
 # ------------------------------------------------------------------ the rules
 
-SIGNALS = ("head", "mean", "lowest", "bottom", "tail", "certainty", "logprob")
+# head: the quality logit. posterior: how likely answers with such a logit were right in training.
+SIGNALS = ("head", "posterior", "mean", "lowest", "bottom", "tail", "certainty", "logprob")
 TOP = 0.1  # share of the voters that DeepConf's filter keeps (its η)
 
 
@@ -259,6 +275,7 @@ RULES = [
     Rule("majority", None),
     Rule("ARRoL", "head", rank_weights),
     Rule("ARRoL, probability", "head", probabilities),
+    Rule("ARRoL, log-odds", "posterior", log_odds),
     *[Rule(f"DeepConf, {name}", signal) for name, signal in _DEEPCONF.items()],
     *[Rule(f"DeepConf, {name}, top {TOP:.0%}", signal, filtered=True) for name, signal in _DEEPCONF.items()],
     Rule("self-certainty", "certainty"),

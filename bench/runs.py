@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 METHODS = {
     "GRPO": "--algo grpo --prune none",
     "GRPO + ARRoL": "--algo grpo --prune arrol",
+    "GRPO + ARRoL, log-probs": "--algo grpo --prune arrol --head-inputs state+logprob",
     "GRPO + ARRoL, focus 4": "--algo grpo --prune arrol --focus 4",
     "GRPO, G = 8": "--algo grpo --prune none --group-size 8",
     "DAPO": "--algo dapo --prune none",

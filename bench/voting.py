@@ -19,7 +19,7 @@ from bench.runs import Job, Run, names_model, read_flags, run_all, run_parser, t
 from bench.tables import Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 from support.args import fail
 
-METHODS = ("GRPO + ARRoL",)
+METHODS = ("GRPO + ARRoL", "GRPO + ARRoL, log-probs")
 # held out, on which the votes are
 SETS = {"sums": "sums", "long sums": "sums:6-10:15"}
 RULES = {
@@ -28,9 +28,12 @@ RULES = {
     "DeepConf, lowest window": "tab:olive",
     "ARRoL": "tab:red",
     "ARRoL, probability": "tab:orange",
+    "ARRoL, log-odds": "tab:blue",
     "log-prob": "tab:purple",
 }
-GAINS = ("ARRoL − majority", "ARRoL, probability − majority", "log-prob − majority")
+GAINS = tuple(f"{rule} − majority" for rule in ("ARRoL", "ARRoL, probability", "ARRoL, log-odds", "log-prob"))
+# candidates where a majority has little to count
+FEW = (2, 4)
 # Table 3, maj@32 in percent on AMC'23, AIME'24 and AIME'25: majority, DeepConf, ARRoL.
 PAPER = {
     "Qwen3-1.7B-Base": ((55.0, 16.7, 3.3), (57.5, 16.7, 6.7), (60.0, 23.3, 13.3)),
@@ -54,12 +57,21 @@ def scores_of(job: Job) -> Path:
 
 
 def votes(sets: Sequence[dict]) -> dict[str, float]:
-    """Accuracy of one model's samples, of an oracle and of each rule, a mean over the sets."""
+    """Accuracy of one model's samples, of an oracle and of each rule, and gains over the majority.
+
+    Means over the sets. A head whose file counts no finished answers has no log-odds.
+    """
+    rules = [rule for rule in RULES if rule in sets[0]["votes"]]
     n = sets[0]["settings"]["n"]
     cells = {"one sample": ("samples", f"avg@{n}"), "oracle": ("samples", f"pass@{n}")}
-    cells |= {rule: ("votes", rule) for rule in RULES}
+    cells |= {rule: ("votes", rule) for rule in rules}
     found = {key: statistics.fmean(one[kind][name]["value"] for one in sets) for key, (kind, name) in cells.items()}
-    return found | {f"{rule} − majority": found[rule] - found["majority"] for rule in RULES if rule != "majority"}
+    found |= {f"{rule} − majority": found[rule] - found["majority"] for rule in rules if rule != "majority"}
+    majority = dict(curve(sets, "majority"))
+    for rule in rules:
+        of_size = dict(curve(sets, rule))
+        found |= {f"{rule} − majority, of {k}": of_size[k] - majority[k] for k in FEW if k in majority}
+    return found
 
 
 def table(found: dict[str, dict[str, Estimate]], n: int) -> str:
@@ -70,8 +82,16 @@ def table(found: dict[str, dict[str, Estimate]], n: int) -> str:
         rows.append([method, *cells, *gains, show(one, "oracle")])
     for model, sets in PAPER.items():
         majority, deepconf, arrol = (statistics.fmean(values) / 100 for values in sets)
-        votes = [f"{majority:.3f}", f"{deepconf:.3f}", "", f"{arrol:.3f}", "", ""]
-        rows.append([f"paper, Table 3, {model}", "", *votes, f"{arrol - majority:+.3f}", "", "", ""])
+        votes = [f"{majority:.3f}", f"{deepconf:.3f}", "", f"{arrol:.3f}", "", "", ""]
+        rows.append([f"paper, Table 3, {model}", "", *votes, f"{arrol - majority:+.3f}", "", "", "", ""])
+    return markdown(rows)
+
+
+def table_of_few(found: dict[str, dict[str, Estimate]]) -> str:
+    """Gains at 2 and 4 candidates, a dash where so many were not sampled."""
+    rows = [["at 2 and 4 candidates", "candidates", *(f"{gain} (95% interval)" for gain in GAINS)]]
+    for method, one in found.items():
+        rows += [[method, str(k), *(show(one, f"{gain}, of {k}", "+.3f") for gain in GAINS)] for k in FEW]
     return markdown(rows)
 
 
@@ -107,12 +127,13 @@ def main() -> None:
     figure, panels = new_figure(*(f"{regime}, {method}" for regime, method in scored), rows=len(runs))
     for axes, models in zip(panels, scored.values(), strict=True):
         for rule, color in RULES.items():
-            plot_seeds(axes, rule, color, [curve(sets, rule) for sets in models])
+            plot_seeds(axes, rule, color, [curve(sets, rule) for sets in models if rule in sets[0]["curve"]])
         axes.set_xscale("log", base=2)
         axes.set(xlabel="candidates per problem", ylabel="accuracy")
     panels[0].legend()
     results = {"regimes": found, "n": own.n, "paper": PAPER}
-    publish("voting", plan, runs, results, figure, table={r: table(of, own.n) for r, of in found.items()})
+    tables = {r: table(of, own.n) for r, of in found.items()}, {r: table_of_few(of) for r, of in found.items()}
+    publish("voting", plan, runs, results, figure, table=tables[0], few=tables[1])
 
 
 if __name__ == "__main__":

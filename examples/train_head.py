@@ -65,15 +65,17 @@ def main() -> None:
     losses = [trainer.train()["loss"] for _ in range(ROUNDS)]
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on {len(states)} states")
 
-    states, labels, _ = rows([r for r in rollouts if quarter[r.group] == 2], "detect_state")
-    calibrator = Calibrator(BINS, window=len(states))
-    calibrator.label(head(states).sigmoid(), labels)
+    calibrators = []
+    for field in FIELDS:
+        states, labels, _ = rows([r for r in rollouts if quarter[r.group] == 2], field)
+        calibrators.append(Calibrator(BINS, window=len(states)))
+        calibrators[-1].label(head(states).sigmoid(), labels)
     for field in FIELDS:
         states, labels, groups = rows([r for r in rollouts if quarter[r.group] == 3], field)
         found = f"{len(labels)} answers to {len(groups.unique())} held-out problems, {labels.mean():.1%} right"
         print(f"AUC within problems {within_group_auc(head(states).detach(), labels, groups):.3f} by {field} ({found})")
     Path(args.output).mkdir(parents=True, exist_ok=True)
-    save_head(Path(args.output, "quality_head.safetensors"), head, calibrator, args.detect_length)
+    save_head(Path(args.output, "quality_head.safetensors"), head, *calibrators, args.detect_length)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def save(
     model: PreTrainedModel,
     weights: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
-    head: tuple[QualityHead, Calibrator, int] | None,
+    head: tuple[QualityHead, Calibrator, Calibrator, int] | None,
     learner: dcp.stateful.Stateful,
     state: dict,
     keep: int,
@@ -110,22 +110,29 @@ def load(checkpoint: Path, learner: dcp.stateful.Stateful) -> dict:
     return torch.load(checkpoint / "state.pt", weights_only=True)
 
 
-def save_head(path: Path, head: QualityHead, calibrator: Calibrator, detect_length: int) -> None:
-    """The head's weights, the calibration's counts c+ and c- of each bin, and what they were made with."""
+def save_head(path: Path, head: QualityHead, calibrator: Calibrator, finished: Calibrator, detect_length: int) -> None:
+    """The head's weights, counts c+ and c- of each bin, at L_detect and of finished answers, and what made them."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    tensors["calibration.positives"], tensors["calibration.negatives"] = calibrator.counts()
+    for name, window in (("calibration", calibrator), ("finished", finished)):
+        tensors[f"{name}.positives"], tensors[f"{name}.negatives"] = window.counts()
     save_file(tensors, path, {"detect_length": str(detect_length), "alpha": str(calibrator.alpha)})
 
 
-def load_head(path: Path) -> tuple[QualityHead, Tensor, int]:
-    """The head, the posterior of each bin of its score (B,) fp64, and L_detect. Raises ValueError, a sentence."""
+def load_head(path: Path) -> tuple[QualityHead, Tensor, Tensor | None, int]:
+    """The head, posteriors of each bin of its score (B,) fp64, at L_detect and of finished answers, and L_detect.
+
+    The second are None without counts of both labels: older files have none. Raises ValueError, a sentence.
+    """
     try:
         with safe_open(path, "pt") as file:
             tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
         counts = [tensors.pop(f"calibration.{kind}") for kind in ("positives", "negatives")]
+        ended = [tensors.pop(f"finished.{kind}", torch.zeros(1)) for kind in ("positives", "negatives")]
         (width, seen), size = tensors["hidden.weight"].shape, len(tensors["norm.weight"])
         head = QualityHead(size, width, extras=seen - size)
         head.load_state_dict(tensors)
-        return head, posterior_table(*counts, float(notes["alpha"])), int(notes["detect_length"])
+        alpha = float(notes["alpha"])
+        finished = posterior_table(*ended, alpha) if all(count.any() for count in ended) else None
+        return head, posterior_table(*counts, alpha), finished, int(notes["detect_length"])
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path}: it holds no quality head ({str(error).splitlines()[0]})") from error

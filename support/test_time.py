@@ -58,7 +58,7 @@ class Sampler:
         tokenizer, stop_token_ids, config = load_tokenizer(args)
         hidden_size = config.get_text_config().hidden_size
         try:
-            head, self.table, trained_at = load_head(Path(args.head)) if args.head else (None, None, None)
+            head, self.table, self.finished, trained_at = load_head(Path(args.head)) if args.head else [None] * 4
         except ValueError as error:
             fail(f"--head {error}")
         try:
@@ -123,6 +123,9 @@ class Sampler:
             # What overflowed becomes the lowest of the others, or 0: no rule could rank it.
             least = min(filter(math.isfinite, values), default=0.0)
             signals[name] = [value if math.isfinite(value) else least for value in values]
+        if self.finished is not None:
+            scores = torch.tensor(signals["head"]).sigmoid()
+            signals["posterior"] = self.finished[bin_index(scores, len(self.finished))].tolist()
         return Candidates(rollouts, classes, signals, right, [r.verdict for r in rollouts].count("right"))
 
 

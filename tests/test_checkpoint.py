@@ -44,7 +44,7 @@ def parts(model: Path = TINY, make: Callable[[Policy], Policy] = lambda policy: 
         model=policy.model,
         weights=full,
         tokenizer=AutoTokenizer.from_pretrained(model),
-        head=(QualityHead(8, 4), Calibrator(bins=4), 10),
+        head=(QualityHead(8, 4), Calibrator(bins=4), Calibrator(bins=4), 10),
         learner=learner,
         state={"step": 0},
         keep=2,
@@ -164,9 +164,22 @@ def test_ctrl_c_while_shards_are_written_ends_the_run(
 def test_a_head_is_loaded_as_it_was_saved(extras: int, tmp_path: Path) -> None:
     """With or without log-probs: the file's shapes say which."""
     head, states = QualityHead(8, 4, seed=3, extras=extras), torch.randn(5, 8 + extras)
-    checkpoint.save_head(tmp_path / "head.safetensors", head, Calibrator(bins=4), 10)
+    checkpoint.save_head(tmp_path / "head.safetensors", head, Calibrator(bins=4), Calibrator(bins=4), 10)
     loaded, *_ = checkpoint.load_head(tmp_path / "head.safetensors")
     assert loaded.extras == extras and loaded(states).equal(head(states))
+
+
+def test_finished_answers_have_posteriors_once_both_labels_are_counted(tmp_path: Path) -> None:
+    """Of one label alone every posterior is 0 or 1; an older file, as the embedded model's, has no counts."""
+    window, path = Calibrator(bins=4), tmp_path / "head.safetensors"
+    for label in (1.0, 0.0):
+        window.label(torch.tensor([0.9]), torch.tensor([label]))
+        checkpoint.save_head(path, QualityHead(8, 4), Calibrator(bins=4), window, 10)
+        _, _, finished, _ = checkpoint.load_head(path)
+        assert (finished is None) == (label == 1.0)
+    assert finished.equal(window.posterior(torch.tensor([0.1, 0.3, 0.6, 0.9])))
+    _, table, finished, _ = checkpoint.load_head(TINY / "head" / "quality_head.safetensors")
+    assert finished is None and len(table) > 1
 
 
 # ------------------------------------------------------------------ two ranks

@@ -161,14 +161,20 @@ def test_a_restored_pruner_decides_as_the_one_that_was_saved(tmp_path) -> None:
         one_step(straight, step)
         one_step(first, step)
     torch.save(first.state_dict(), tmp_path / "state.pt")
-    second = make_pruner()
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    second, state = make_pruner(), torch.load(tmp_path / "state.pt", weights_only=True)
+    second.load_state_dict(state)
+    counts = torch.stack(second.finished.counts())
+    assert counts.sum() > 500 and counts.equal(torch.stack(first.finished.counts()))
     for step in range(5, 8):
         expected, got = one_step(straight, step), one_step(second, step)
         assert [(r.finish, r.score, r.survival) for r, _ in expected] == [
             (r.finish, r.score, r.survival) for r, _ in got
         ]
     assert all(torch.equal(a, b) for a, b in zip(straight.head.parameters(), second.head.parameters()))
+    # A checkpoint from before finished answers were counted.
+    older = make_pruner()
+    older.load_state_dict({name: part for name, part in state.items() if name != "finished"})
+    assert older.calibrator.ready and not torch.stack(older.finished.counts()).any()
 
 
 def test_seeds_differ_although_the_engine_reseeds_the_process() -> None:

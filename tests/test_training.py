@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import arrol
@@ -215,19 +216,38 @@ def test_checkpoints_are_chosen_by_number_and_only_when_complete(tmp_path: Path)
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
 
 
-def test_a_checkpoint_loads_in_transformers_with_its_head(trainer: Callable[..., Trainer]) -> None:
+def test_a_checkpoint_loads_in_transformers_with_its_head(
+    trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with both calibrations: at L_detect, and of the answers that were finished and graded."""
     run = trainer(steps=3, checkpoint_every=1, keep_checkpoints=2)
+    learn, ended = run.pruner.learn, []
+
+    def noted(rollouts: list[Rollout]) -> dict:
+        # The head as it is before it learns from this step.
+        rows = [r for r in rollouts if r.last_state is not None and r.reward is not None]
+        scores = run.pruner.head(torch.stack([r.last_state for r in rows])).sigmoid().tolist()
+        ended.extend(zip(scores, (r.reward for r in rows)))
+        return learn(rollouts)
+
+    monkeypatch.setattr(run.pruner, "learn", noted)
     run.run("test")
     folder = Path(run.args.output)
     assert [path.name for path in checkpoint.complete(folder)] == ["checkpoint-2", "checkpoint-3"]
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-3" / "model", dtype=torch.float32)
     assert same(dict(model.named_parameters()), weights(run))
     assert AutoTokenizer.from_pretrained(folder / "checkpoint-3" / "model").encode("1+2=?\n")
-    head, table, detect_length = checkpoint.load_head(folder / "checkpoint-3" / "quality_head.safetensors")
+    head, table, finished, detect_length = checkpoint.load_head(folder / "checkpoint-3" / "quality_head.safetensors")
     states = torch.randn(5, model.config.hidden_size)
     assert torch.equal(head(states), run.pruner.head(states)) and detect_length == run.args.detect_length
     centres = (torch.arange(len(table)) + 0.5) / len(table)
     assert len(table) == run.args.bins and torch.equal(table, run.pruner.calibrator.posterior(centres))
+    scores, labels = torch.tensor(ended, dtype=torch.float64).T
+    for label, kind in ((1.0, "positives"), (0.0, "negatives")):
+        with safe_open(folder / "checkpoint-3" / "quality_head.safetensors", "pt") as file:
+            counts = file.get_tensor(f"finished.{kind}").double()
+        assert counts.sum() > 0 and torch.equal(counts, torch.histc(scores[labels == label], len(table), 0, 1))
+    assert torch.equal(finished, run.pruner.finished.posterior(centres))
     with pytest.raises(ValueError, match="no quality head"):
         checkpoint.load_head(folder / "checkpoint-3" / "model" / "model.safetensors")
 

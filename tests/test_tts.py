@@ -20,7 +20,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import tts
+from bench import voting
 from bench.head_states import signal_quality
+from bench.tables import estimates
 from calibration import Calibrator, bin_index
 from engine import Rollout
 from quality_head import QualityHead
@@ -64,7 +66,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     calibrator, generator = Calibrator(bins=64), torch.Generator().manual_seed(0)
     scores = torch.rand(4000, generator=generator)
     calibrator.label(scores, (torch.rand(4000, generator=generator) < scores).float())
-    save_head(folder / "head.safetensors", QualityHead(128, 32, seed=3), calibrator, L_DETECT)
+    save_head(folder / "head.safetensors", QualityHead(128, 32, seed=3), calibrator, calibrator, L_DETECT)
     rows = [{"problem": p.text, "answer": p.answer} for p in data.sums(12, 5, "test", (3, 5), 15)]
     rows.insert(TOO_LONG - 1, {"problem": LONG, "answer": "450"})
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -166,6 +168,26 @@ def test_the_curve_ends_at_the_table_and_starts_at_one_candidate(program: tuple[
         assert values[0] == pytest.approx(scores["samples"]["pass@1"]["value"])
         assert values[-1] == pytest.approx(scores["votes"][name]["value"])
     assert (program[0] / "votes.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_table_of_votes_with_and_without_log_odds(program: tuple[Path, str]) -> None:
+    """Gains at 2 and 4 candidates are those of the curve. An older head has a dash for log-odds."""
+    scores = json.loads((program[0] / "scores.json").read_text("utf-8"))
+    found, curve = voting.votes([scores]), scores["curve"]
+    for rule in ("ARRoL", "ARRoL, probability", "ARRoL, log-odds", "log-prob"):
+        gains = [value - least for value, least in zip(curve[rule], curve["majority"], strict=True)]
+        assert [found[f"{rule} − majority, of {k}"] for k in (2, 4)] == pytest.approx(gains[1:])
+        assert found[f"{rule} − majority"] == pytest.approx(gains[-1])
+    for key in ("votes", "curve"):
+        del scores[key]["ARRoL, log-odds"]
+    older = voting.votes([scores])
+    assert older == {key: value for key, value in found.items() if "log-odds" not in key}
+    both = {"new": estimates([found]), "older": estimates([older])}
+    for table, dashes in ((voting.table(both, N), [2]), (voting.table_of_few(both), [1, 1])):
+        lines = table.splitlines()
+        assert len({line.count("|") for line in lines}) == 1
+        assert [line.count("–") for line in lines if "| older |" in line] == dashes
+        assert not any("–" in line for line in lines if "| older |" not in line)
 
 
 def test_what_is_printed(program: tuple[Path, str]) -> None:
@@ -279,8 +301,9 @@ def test_bad_flags_end_in_one_sentence_and_nothing_is_created(
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "scores.json").write_text("{}")
     (tmp_path / "note.txt").write_text("no head")
-    save_head(tmp_path / "other.safetensors", QualityHead(64, 8), Calibrator(bins=4), L_DETECT)
-    save_head(tmp_path / "late.safetensors", QualityHead(128, 8), Calibrator(bins=4), 99)
+    windows = Calibrator(bins=4), Calibrator(bins=4)
+    save_head(tmp_path / "other.safetensors", QualityHead(64, 8), *windows, L_DETECT)
+    save_head(tmp_path / "late.safetensors", QualityHead(128, 8), *windows, 99)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
@@ -422,6 +445,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     judge = Sampler(parse_tts(["--output", str(tmp_path_factory.mktemp("judge") / "out"), "--head", ""]))
     with Grader(timeout=20.0) as judge.grader:
         judge.head, judge.too_long = FirstNumber(8, 2), 0
+        judge.finished = torch.tensor([0.1, 0.2, 0.6, 0.9], dtype=torch.float64)
         yield judge
 
 
@@ -439,11 +463,25 @@ def test_equivalent_answers_are_one_class_and_pruned_candidates_none(judge: Samp
     assert found.classes == [0, 1, None, 1, 1] and found.right == {1} and found.count_right == 3
     assert [r.verdict for r in found.rollouts] == ["wrong", "right", "no answer", "right", "right"]
     assert found.signals["head"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    # sigmoid(1) = 0.73 is in the third quarter, sigmoid(2) = 0.88 in the last
+    assert found.signals["posterior"] == [0.6, 0.6, 0.9, 0.9, 0.9]
     won = tts.winners(found.classes, found.signals)
     assert won["majority"] == won["best of n, head"] == 1
     assert unanswered == Candidates([], [], dict.fromkeys(tts.SIGNALS, []), set(), 0)
     scores = accuracies([unanswered, found], 5, 0)
     assert list(scores) == [*RULES, "oracle"] and all(values == [0.0, 1.0] for values in scores.values())
+
+
+def test_a_head_whose_file_counts_no_finished_answers_has_no_log_odds(judge: Sampler, tmp_path: Path) -> None:
+    """The embedded model's own is one, and votes by all other rules."""
+    older = Sampler(parse_tts(["--output", str(tmp_path / "out")]))
+    older.grader, older.prompts, older.too_long = judge.grader, prompts("2"), 0
+    rollouts = [response(r"\boxed{2}"), response(r"\boxed{3}")]
+    for r in rollouts:
+        r.last_state = torch.ones(128)
+    (found,) = older.judge(rollouts)
+    assert older.table is not None and set(found.signals) == set(tts.SIGNALS) - {"posterior"}
+    assert list(tts.winners(found.classes, found.signals)) == [rule for rule in RULES if rule != "ARRoL, log-odds"]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])

@@ -29,6 +29,7 @@ from tts import (
     ballots,
     best_of,
     bottom_windows,
+    log_odds,
     lowest_window,
     mean_confidence,
     probabilities,
@@ -77,7 +78,7 @@ def test_no_answer_never_votes() -> None:
     for answers in ([None, None], [None, "", "  "], []):
         classes = answer_classes(answers, never)
         assert classes == [None] * len(answers)
-        signals = {name: [1.0] * len(answers) for name in SIGNALS}
+        signals = {name: [0.9] * len(answers) for name in SIGNALS}
         assert set(winners(classes, signals).values()) == {None}
         assert representative(answers, classes, None) is None
 
@@ -225,6 +226,21 @@ def test_weights_are_numbers(weight: float) -> None:
         vote([0, 1], [1.0, -0.5])
 
 
+def test_log_odds() -> None:
+    """The majority of 1 to 2 loses where its members are less likely right together than the one is."""
+    assert log_odds([0.5, 0.25, 1e-12]) == [0.0] * 3 and log_odds([]) == []
+    assert log_odds([0.8, 1 - 1e-9]) == pytest.approx([math.log(4), math.log(1e9)])
+    for q in (0.0, 1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match="posterior"):
+            log_odds([0.5, q])
+    # 0.95 : 0.05 is more than (0.8 : 0.2)^2, and 0.9 : 0.1 is less
+    for likely, winner in ((0.95, 0), (0.9, 1)):
+        assert winners([0, 1, 1], {"posterior": [likely, 0.8, 0.8]})["ARRoL, log-odds"] == winner
+    # Two that are likely wrong have no vote. If this is so of all, members count, not posteriors.
+    assert winners([0, 1, 1], {"posterior": [0.6, 0.4, 0.4]})["ARRoL, log-odds"] == 0
+    assert winners([0, 1, 1], {"posterior": [0.49, 0.1, 0.2]})["ARRoL, log-odds"] == 1
+
+
 def test_rank_weights() -> None:
     """Sec. 4.4; without ties 0, 1/(n-1) … 1. All equal must not be all zero."""
     assert rank_weights([5.0, -2.0, 0.0]) == [1.0, 0.0, 0.5]
@@ -329,6 +345,7 @@ def test_a_trace_has_tokens_and_a_window_too() -> None:
 CLASSES: list[Class] = [0, 0, 0, 1, 1, None, 2, 3, 4, 5, 6, 7]
 TABLE = {
     "head": [-3.0, -2.0, -1.0, 4.0, 5.0, 99.0, 0.0],
+    "posterior": [0.6, 0.6, 0.3, 0.2, 0.8, 0.99, 0.9],
     "mean": [1.0, 1.0, 1.0, 1.0, 1.0, 99.0, 4.0],
     "lowest": [1.0, 1.0, 1.0, 2.0, 2.0, 99.0, 3.5],
     "bottom": [5.0, 1.0, 1.0, 4.5, 4.0, 99.0, 3.0],
@@ -336,7 +353,7 @@ TABLE = {
     "certainty": [0.0, 0.0, 0.0, 0.0, 0.0, 99.0, 0.0],
     "logprob": [-1.0, -2.0, -3.0, -4.0, -5.0, 0.0, -0.5],
 }
-LEAST = {"head": -9.0, "logprob": -9.0}
+LEAST = {"head": -9.0, "logprob": -9.0, "posterior": 0.1}
 TABLE = {name: values + [LEAST.get(name, 0.0)] * 5 for name, values in TABLE.items()}
 
 
@@ -346,6 +363,7 @@ def test_each_rule_on_a_case_worked_out_by_hand() -> None:
         ("majority", 0),  # 3, 2, 1
         ("ARRoL", 1),  # .5 + .6 + .7, .9 + 1, .8
         ("ARRoL, probability", 1),  # .05 + .12 + .27, .98 + .99, .5
+        ("ARRoL, log-odds", 2),  # .41 + .41 + 0, 0 + 1.39, 2.20
         ("DeepConf, lowest window", 1),  # 3, 4, 3.5
         ("DeepConf, bottom 10%", 1),  # 7, 8.5, 3
         ("DeepConf, tail", 0),  # 6, 2, 5
@@ -368,6 +386,7 @@ def test_ballots_show_the_weight_of_each_candidate() -> None:
     assert shown["ARRoL"] == pytest.approx([0.5, 0.6, 0.7, 0.9, 1.0, 0.0, 0.8] + [0.2] * 5)
     expected = [0.0474, 0.1192, 0.2689, 0.9820, 0.9933, 0.0, 0.5] + [0.0001] * 5
     assert shown["ARRoL, probability"] == pytest.approx(expected, abs=1e-4)
+    assert shown["ARRoL, log-odds"] == pytest.approx([0.405, 0.405, 0, 0, 1.386, 0, 2.197] + [0.0] * 5, abs=1e-3)
     assert shown["DeepConf, bottom 10%"] == [5.0, 1.0, 1.0, 4.5, 4.0, 0.0, 3.0] + [0.0] * 5
     assert shown["DeepConf, bottom 10%, top 10%"] == [5.0, 0.0, 0.0, 4.5] + [0.0] * 8
     assert shown["best of n, head"] == [-3.0, -2.0, -1.0, 4.0, 5.0, 0.0, 0.0] + [-9.0] * 5
@@ -392,13 +411,14 @@ def test_one_candidate_wins_and_equal_scores_leave_a_majority_vote(value: float)
     """Rank weights of all zero, or 0/0, would lose a lone candidate."""
     for classes in ([0], [None, 0], [0, 1, 1], [1, None, 0, 0], [0, 0, 1, 1, 2]):
         signals = {name: [value] * len(classes) for name in SIGNALS}
+        signals["posterior"] = [(1 + value) / 10] * len(classes)
         assert set(winners(classes, signals).values()) == {vote(classes, [1.0] * len(classes))}
 
 
 def test_the_signals_of_a_trace_are_all_that_rules_use_but_the_heads() -> None:
     h = np.array([50.0, 60.0, 40.0, 70.0])
     found = trace_signals([h], [[-1.0, -2.0, -0.5, 0.0]], window=2, vocabulary=10)
-    assert {"head", *found} == set(SIGNALS) and found.pop("logprob") == [-0.875]
+    assert {"head", "posterior", *found} == set(SIGNALS) and found.pop("logprob") == [-0.875]
     assert found.pop("certainty") == [pytest.approx(5.5 - math.log(10))]
     assert found == {"mean": [55.0], "lowest": [50.0], "bottom": [50.0], "tail": [55.0]}
 
