@@ -4,7 +4,7 @@ The chain, for each rollout that reaches L_detect with the score s' = sigmoid(qu
 
     b = min(B - 1, floor(B s'))                 its bin                     `bin_index`
     q = P(Y = 1 | b), from smoothed histograms  its posterior (Eq. 1)       `posterior_table`
-    t = a_g (q - μ_g) + f v_g, or λ (ρ - q)     its tilt: p above κ, below  `tilts`
+    t = a_g (q - μ_g), or λ (ρ - q)             its tilt: p above κ, below  `tilts`
     p = clip(κ + δ + t, p_min, p_max)           its survival (Eq. 2)        `survival_probability`
     δ such that E[p] = κ over recent rollouts   the bias                    `solve_bias`
     keep with probability p                     the draw                    `SystematicDraw`
@@ -15,9 +15,7 @@ Where this departs from the paper, or fills a gap:
 2. δ is solved over all scored rollouts, pruned ones included: survivors are a biased sample.
 3. Eq. 2 as printed (`tilt_printed`) falls with q in every group. Where a group's mean posterior is
    below ρ, it moves the survivors away from ρ, against Lemma 4.1. `tilt_group` does not.
-4. With a focus f, groups that the head expects to be undecided keep more than others: all right or
-   all wrong, survivors have no gradient. The paper's κ is the same for all groups.
-5. A rollout whose score is not a number is kept (p = 1) and enters no window.
+4. A rollout whose score is not a number is kept (p = 1) and enters no window.
 
 Everything runs on the CPU in fp64. Imports torch and the standard library only.
 """
@@ -44,14 +42,13 @@ class Settings:
     p_min: float = 0.05
     p_max: float = 0.95
     tilt: Tilt = "group"  # `tilt_group` or `tilt_printed`
-    focus: float = 0.0  # f, of the group tilt: how much more survives of undecided groups; not in the paper
 
     def __post_init__(self) -> None:
         reachable = self.keep_ratio == 1 or self.p_min <= self.keep_ratio <= self.p_max
         if not (reachable and 0 <= self.p_min <= self.p_max <= 1):
             raise ValueError(f"no bias reaches a keep ratio outside [p_min, p_max], or those outside [0, 1]: {self}")
-        if not (0 <= self.positive_target <= 1 and 0 <= self.balance < math.inf and 0 <= self.focus < math.inf):
-            raise ValueError(f"positive_target must lie in [0, 1], balance and focus in [0, inf): {self}")
+        if not (0 <= self.positive_target <= 1 and 0 <= self.balance < math.inf):
+            raise ValueError(f"positive_target must lie in [0, 1] and balance in [0, inf): {self}")
         if self.tilt not in get_args(Tilt):
             raise ValueError(f"tilt must be one of {get_args(Tilt)}: {self}")
 
@@ -94,17 +91,14 @@ def tilt_printed(q: Tensor, settings: Settings) -> Tensor:
 
 
 def tilt_group(q: Tensor, groups: Tensor, settings: Settings) -> Tensor:
-    """Tilt a_g (q - μ_g) + f v_g, a_g = clip(κ (ρ - μ_g) / Var_g, -λ, λ): towards ρ from both sides.
+    """Tilt a_g (q - μ_g), a_g = clip(κ (ρ - μ_g) / Var_g, -λ, λ): towards ρ from both sides.
 
     `q` (N,) posteriors, `groups` (N,) int64, any ids. μ_g and Var_g: q's mean and population
     variance in group g. Returns (N,) fp64, NaN where q is NaN; such rows enter no mean.
 
     Why: survivors of p_i = κ + a (q_i - μ) have the expected positive ratio Σ p_i q_i / Σ p_i =
     μ + a Var / κ. Setting it to ρ gives a; λ bounds it. While no p is clipped, the ratio moves
-    towards ρ, as Lemma 4.1 asks, and never past it. The tilts of a group sum to 0, if f is 0.
-
-    v_g = μ_g (1 - μ_g) is the variance of a reward of group g, and f the `focus` on groups where it is
-    large. The bias keeps E[p] = κ over all groups.
+    towards ρ, as Lemma 4.1 asks, and never past it. The tilts of a group sum to 0.
     """
     q = q.double()
     usable = q.isfinite()
@@ -117,9 +111,7 @@ def tilt_group(q: Tensor, groups: Tensor, settings: Settings) -> Tensor:
     # a variance of 0 comes with deviations of 0, so any finite slope will do
     tiny = torch.finfo(torch.float64).tiny
     slope = settings.keep_ratio * (settings.positive_target - mean) / variance.clamp_min(tiny)
-    balanced = slope.clamp(-settings.balance, settings.balance)[row] * deviation
-    focused = (settings.focus * mean * (1 - mean))[row]
-    return torch.where(usable, balanced + focused, torch.nan)
+    return torch.where(usable, slope.clamp(-settings.balance, settings.balance)[row] * deviation, torch.nan)
 
 
 def tilts(q: Tensor, groups: Tensor, settings: Settings) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from bench.runs import Run, interpolate, read_flags, run_parser, train
 from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 
-METHODS = ("GRPO", "GRPO + ARRoL", "GRPO + ARRoL, focus 4", "GRPO, G = 8")
+METHODS = ("GRPO", "GRPO + ARRoL", "GRPO, G = 8")
 # Methods that the table could do without have three seeds.
 FEWER = dict.fromkeys(METHODS[2:], 3)
 AXES = ("steps", "time", "tokens")

@@ -38,11 +38,15 @@ class Rule:
 
     balance: float | None = None  # λ; None: p = κ
     tilt: cal.Tilt = "group"
-    focus: float = 0.0
     # of posteriors q (N,) and the means μ_g (N,) of their groups
     extra: Callable[[Tensor, Tensor], Tensor] = lambda q, mean: torch.zeros_like(q)
     systematic: bool = False  # draws
     oracle: bool = False  # the score is the reward
+
+
+def focus(f: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """f μ_g (1 − μ_g): κ by group, more of those that the head expects to be undecided."""
+    return lambda q, mean: f * mean * (1 - mean)
 
 
 def decided(share: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -69,15 +73,15 @@ RULES = {
     "ARRoL, λ = 8": Rule(8.0),
     "ARRoL, λ = 2, systematic draws": Rule(2.0, systematic=True),
     "ARRoL, λ = 8, systematic draws": Rule(8.0, systematic=True),
-    "λ = 0, focus 4": Rule(0.0, focus=4.0),
-    "ARRoL, λ = 2, focus 2": Rule(2.0, focus=2.0),
-    "ARRoL, λ = 2, focus 4": Rule(2.0, focus=4.0),
-    "ARRoL, λ = 2, focus 2, systematic draws": Rule(2.0, focus=2.0, systematic=True),
-    "ARRoL, λ = 2, focus 4, systematic draws": Rule(2.0, focus=4.0, systematic=True),
+    "λ = 0, focus 4": Rule(0.0, extra=focus(4)),
+    "ARRoL, λ = 2, focus 2": Rule(2.0, extra=focus(2)),
+    "ARRoL, λ = 2, focus 4": Rule(2.0, extra=focus(4)),
+    "ARRoL, λ = 2, focus 2, systematic draws": Rule(2.0, extra=focus(2), systematic=True),
+    "ARRoL, λ = 2, focus 4, systematic draws": Rule(2.0, extra=focus(4), systematic=True),
     "ARRoL, λ = 2, decided groups dropped": Rule(2.0, extra=decided(0.1)),
     "marginal information, β = 2": Rule(0.0, extra=marginal(2)),
     "ARRoL, λ = 2, oracle": Rule(2.0, oracle=True),
-    "ARRoL, λ = 2, focus 2, oracle": Rule(2.0, focus=2.0, oracle=True),
+    "ARRoL, λ = 2, focus 2, oracle": Rule(2.0, extra=focus(2), oracle=True),
 }
 DRAWS = 20
 # Table 4: E[ρ̂] and E[ρ̂(1 − ρ̂)] of random pruning and of ARRoL.
@@ -153,7 +157,7 @@ def survival(
     if rule.balance is None:
         return torch.where(scores.isnan(), 1.0, keep_ratio).double()
     bounds = args["p_min"], args["p_max"]
-    settings = cal.Settings(keep_ratio, args["positive_target"], rule.balance, *bounds, rule.tilt, rule.focus)
+    settings = cal.Settings(keep_ratio, args["positive_target"], rule.balance, *bounds, rule.tilt)
 
     def tilt(scores: Tensor, groups: Tensor) -> Tensor:
         q = calibrator.posterior(scores)
@@ -179,7 +183,7 @@ def select(run: Run, keep_ratio: float) -> dict[str, dict[str, float]]:
     times, and see all of a group at once.
     """
     args, generator = run.args, torch.Generator().manual_seed(run.seed)
-    flags = (args[name] for name in ("balance", "tilt", "focus"))
+    flags = (args[name] for name in ("balance", "tilt"))
     rules = RULES | {"ARRoL": Rule(*flags, systematic=args["survival"] == "systematic")}
     calibrators = {oracle: cal.Calibrator(args["bins"], args["alpha"], args["window"]) for oracle in (False, True)}
     found: dict[str, list[dict[str, float]]] = defaultdict(list)

@@ -46,7 +46,6 @@ METHODS = {
     "GRPO": "--algo grpo --prune none",
     "GRPO + ARRoL": "--algo grpo --prune arrol",
     "GRPO + ARRoL, log-probs": "--algo grpo --prune arrol --head-inputs state+logprob",
-    "GRPO + ARRoL, focus 4": "--algo grpo --prune arrol --focus 4",
     "GRPO, G = 8": "--algo grpo --prune none --group-size 8",
     "DAPO": "--algo dapo --prune none",
     "DAPO + ARRoL": "--algo dapo --prune arrol",

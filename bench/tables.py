@@ -33,7 +33,6 @@ T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 COLORS = {
     "GRPO": "tab:gray",
     "GRPO + ARRoL": "tab:blue",
-    "GRPO + ARRoL, focus 4": "tab:cyan",
     "GRPO, G = 8": "tab:brown",
     "DAPO": "tab:olive",
     "DAPO + ARRoL": "tab:red",

@@ -70,7 +70,6 @@ class Args(SamplingArgs):
     positive_target: float = flag(0.5, "share of right ones among the survivors to steer to (ρ)", "[0, 1]")
     balance: float = flag(2.0, "strength of the steering (λ); with --tilt printed the paper's, 0.5", "[0, inf)")
     tilt: str = flag("group", "Eq. 2 as printed, or its slope turned towards ρ in each group", ("group", "printed"))
-    focus: float = flag(0.0, "how much more to keep of groups that look undecided, with --tilt group", "[0, inf)")
     survival: str = flag("bernoulli", "draws; systematic: a nearly fixed number per group", ("bernoulli", "systematic"))
     p_max: float = flag(0.95, "largest survival probability", "(0, 1]")
     p_min: float = flag(0.05, "least survival probability; 0 would leave some rollouts no chance", "(0, p_max]")
@@ -142,7 +141,6 @@ def parse(argv: list[str]) -> Args:
     unreachable = a.prune != "none" and a.keep_ratio < 1 and not a.p_min <= a.keep_ratio <= a.p_max
     rules = [
         ("keep_ratio", unreachable, f"must lie between --p-min {a.p_min} and --p-max {a.p_max}, or be 1"),
-        ("focus", a.focus > 0 and a.tilt == "printed", "Eq. 2 as printed knows no groups; use --tilt group"),
         ("overlong_cache", a.algo == "dapo" and a.overlong_cache > a.max_length, "must not exceed --max-length"),
         ("beta", a.algo == "dapo" and a.beta > 0, "DAPO has no KL term; use --algo grpo or --beta 0"),
         ("tracker", a.tracker != "none" and not importlib.util.find_spec(a.tracker), f"pip install {a.tracker} first"),

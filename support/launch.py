@@ -101,7 +101,7 @@ def make_pruner(pruner: type, args: Args, hidden_size: int, device: torch.device
     """A `pruner` as the flags say, whose decisions all ranks of an engine share; None for `--prune none`."""
     if args.prune == "none":
         return None
-    settings = Settings(**args.select("keep_ratio positive_target balance p_min p_max tilt focus"))
+    settings = Settings(**args.select("keep_ratio positive_target balance p_min p_max tilt"))
     same = args.select("min_survivors cold_start bins alpha window head_width head_inputs head_lr seed")
     made = pruner(hidden_size, args.group_size, settings, rule=args.prune, draw=args.survival, device=device, **same)
     return distributed.SharedDecisions(made) if args.tp > 1 else made

@@ -287,22 +287,6 @@ def test_group_tilt_ignores_row_order() -> None:
     torch.testing.assert_close(tilt_group(q[order], groups[order], PAPER), tilt[order])
 
 
-def test_focus_keeps_more_of_undecided_groups_and_as_many_in_all() -> None:
-    """Means 0.5, 0.9 and 0.1 of groups of 16: p of the first rises by focus * (0.25 - 0.09) above that
-    of the others, whose order within a group stays.
-    """
-    q = torch.cat([mean + 0.05 * torch.linspace(-1, 1, 16, dtype=torch.float64) for mean in (0.5, 0.9, 0.1)])
-    groups = torch.arange(3).repeat_interleave(16)
-    settings = Settings(focus=2.0, balance=0.5)
-    tilt = tilt_group(q, groups, settings)
-    p = survival_probability(tilt, solve_bias(tilt, settings), settings)
-    means = p.view(3, 16).mean(1)
-    assert p.mean().item() == pytest.approx(0.5)
-    assert (means[0] - means[1:]).tolist() == pytest.approx([2.0 * 0.16] * 2)
-    without = tilt_group(q, groups, replace(settings, focus=0.0)).view(3, 16)
-    torch.testing.assert_close(tilt.view(3, 16) - without, torch.tensor([[0.5], [0.18], [0.18]]).double().expand(3, 16))
-
-
 # --- bias ------------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +318,6 @@ def test_a_keep_ratio_of_1_has_no_bias() -> None:
         *[{"positive_target": target} for target in (-0.1, 1.1, math.nan)],
         *[{"balance": balance} for balance in (-1.0, math.inf, math.nan)],
         {"tilt": "other"},
-        {"focus": -1.0},
     ],
 )
 def test_settings_refuse_what_cannot_work(odd: dict) -> None:
