@@ -33,7 +33,7 @@ from support.args import Args, parse
 FLAGS = "--prompts 32 --minibatches 2 --cold-start 1 --max-num-seqs 128 --prune arrol"
 # κ, and L_detect as a share of the mean length.
 PRUNING = ((1.0, 0.25), (0.5, 0.1), (0.5, 0.25), (0.25, 0.1), (0.25, 0.25))
-CELLS = list(itertools.product((8, 16, 32), (32, 64, 128), PRUNING))
+SLOTS = (32, 64, 128)
 PHASES = {"generation": ("steps", "sampled"), "rest": ("trained",)}
 KEEP, UPDATE = (0.75, 0.5, 0.25), (0.2, 0.5, 0.8)
 DETECT, PAPER_DETECT = (0.1, 0.25, 0.5, 0.75), (128, 256, 512, 1024)
@@ -50,8 +50,9 @@ def decoding_steps(lengths: Sequence[int], slots: int) -> int:
     return max(free)
 
 
-def measure(args: Args, repeats: int) -> tuple[list[dict], list[int]]:
+def measure(args: Args, some_prompts: Sequence[int], repeats: int) -> tuple[list[dict], list[int]]:
     """Size and seconds of a step for each cell of the grid, `repeats` times; lengths of responses."""
+    cells = list(enumerate(itertools.product(some_prompts, SLOTS, PRUNING)))
     # They import vLLM, which takes seconds.
     from arrol import Trainer
     from support.launch import open_parts
@@ -62,14 +63,14 @@ def measure(args: Args, repeats: int) -> tuple[list[dict], list[int]]:
         # The first step fills head and windows, the second one warms up.
         lengths = [len(r.token_ids) for r in trainer.step()[2]]
         trainer.step()
-        for prompts, slots, (keep, share) in CELLS * repeats:
+        for number, (prompts, slots, (keep, share)) in cells * repeats:
             engine.core.scheduler.max_num_active_reqs = slots
             engine.detect_length = max(1, round(share * np.mean(lengths)))
             trainer.args = dataclasses.replace(args, prompts=prompts, detect_length=engine.detect_length)
             trainer.pruner = pruner if keep < 1 else None
             pruner.settings = dataclasses.replace(pruner.settings, keep_ratio=keep)
             found, _, rollouts = trainer.step()
-            line = {"prompts": prompts, "slots": slots, "keep": keep, "share": share}
+            line = {"prompts": prompts, "slots": slots, "keep": keep, "share": share, "held_out": number % 4 == 3}
             line |= {"steps": decoding_steps([len(r.token_ids) for r in rollouts], slots)}
             line |= {"sampled": found["tokens_generated"]}
             line |= {"trained": passed(found, found["prompt_tokens"] / found["rollouts"])}
@@ -80,7 +81,7 @@ def measure(args: Args, repeats: int) -> tuple[list[dict], list[int]]:
 
 def fit(lines: list[dict]) -> dict[str, dict]:
     """Coefficients of each phase by least squares of relative errors; median errors, within and held out."""
-    held, found = np.arange(len(lines)) % len(CELLS) % 4 == 3, {}
+    held, found = np.array([line["held_out"] for line in lines]), {}
     for phase, sizes in PHASES.items():
         x = np.array([[1.0, *(line[size] for size in sizes)] for line in lines])
         relative = x / np.array([[line[phase]] for line in lines])
@@ -146,7 +147,7 @@ def tables(lines: list[dict], lengths: list[int], group_size: int) -> tuple[dict
     for update, keep in itertools.product(UPDATE, KEEP):
         cells = [f"{speed_up(model, update, keep, share):.2f} ×" for share in DETECT]
         rows["speed_ups"].append([f"{update:.0%}", f"{keep:g}", *cells])
-    for slots, keep in itertools.product((32, 64, 128), KEEP):
+    for slots, keep in itertools.product(SLOTS, KEEP):
         cells = [str(more_prompts(model, slots, keep, share)) for share in DETECT]
         rows["more_prompts"].append([str(slots), f"{keep:g}", *cells])
     for fixed, keep in itertools.product((0.0, 0.2), KEEP):
@@ -158,10 +159,11 @@ def tables(lines: list[dict], lengths: list[int], group_size: int) -> tuple[dict
 
 def main() -> None:
     parser = results_parser(__doc__)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 16, 32], help="of a step")
     parser.add_argument("--repeats", type=int, default=2, help="steps of each size")
     own = parser.parse_args()
     args = dataclasses.replace(parse(FLAGS.split()), lr=0.0, weight_decay=0.0, eval_problems=0)
-    lines, lengths = measure(args, own.repeats)
+    lines, lengths = measure(args, own.prompts, own.repeats)
     model, shown = tables(lines, lengths, args.group_size)
     figure, (left, right) = new_figure("embedded model, update half of the step", "Qwen3-1.7B, from Table 5")
     for i, keep in enumerate(KEEP):
@@ -173,6 +175,7 @@ def main() -> None:
     right.set(xlabel="L_detect, tokens; dashed: a fifth of generation is fixed")
     left.legend()
     made = {"machine": machine(), "code": code_version(), "flags": FLAGS, "repeats": own.repeats}
+    made["prompts"] = ", ".join(map(str, own.prompts))
     results = made | {"model": model, "lines": lines}
     save("cost", own.results, results, figure, measured_on=described(made["machine"]), **shown)
 

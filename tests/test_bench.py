@@ -269,10 +269,11 @@ def test_costs_are_recovered_from_times_that_obey_them() -> None:
     true = {"generation": {"coefficients": [0.5, 2e-3, 1e-5]}, "rest": {"coefficients": [0.25, 4e-5]}}
     true |= {"lengths": lengths, "group_size": 16, "prompt_tokens": 12.0}
     lines = []
-    for prompts, slots, (keep, share) in cost.CELLS:
+    for number, (prompts, slots, (keep, share)) in enumerate(itertools.product((8, 32), cost.SLOTS, cost.PRUNING)):
         steps, sampled = 100 * prompts // slots + 60, 16 * prompts * (10 + 20 * keep)
         trained = sampled + 12 * 16 * prompts
         line = dict(prompts=prompts, slots=slots, keep=keep, share=share, steps=steps, sampled=sampled, trained=trained)
+        line["held_out"] = number % 4 == 3
         lines.append(line | {"generation": 0.5 + 2e-3 * steps + 1e-5 * sampled, "rest": 0.25 + 4e-5 * trained})
     model, shown = cost.tables(lines, lengths, 16)
     for phase in ("generation", "rest"):
