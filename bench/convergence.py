@@ -1,4 +1,4 @@
-"""Reward against wall-clock time of training, all methods (Fig. 4).
+"""Reward against time of training (Fig. 4).
 
     python -m bench.convergence
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from bench.runs import Run, interpolate, read_flags, run_parser, train
 from bench.tables import COLORS, Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 
-METHODS = ("GRPO", "GRPO + ARRoL", "GRPO + random", "DAPO", "DAPO + ARRoL")
+METHODS = ("GRPO", "GRPO + ARRoL", "GRPO + random")
 SMOOTH = 5
 
 
