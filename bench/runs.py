@@ -302,7 +302,9 @@ def _start(job: Job, core: int | None) -> subprocess.Popen:
     alone = [] if core is None else [str(ROOT / "bench" / "one_core.py"), str(core)]
     with (job.folder / LOG).open("w") as output:
         command = [sys.executable, *alone, str(ROOT / job.program), *job.flags]
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        # A process group of this process has left its port there, which only one run could take.
+        environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
 
 # ------------------------------------------------------------------ what was run, and on what

@@ -354,8 +354,11 @@ def plan_in(folder: Path, *flags: str) -> Plan:
     return dataclasses.replace(plan, regimes={"sums": [], "long sums": ["--dataset", "sums:6-10:15"]})
 
 
-def test_a_run_that_ended_is_used_again(tmp_path: Path) -> None:
-    """Each regime has a run, which is on a core of its own and counts that core's seconds."""
+def test_a_run_that_ended_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each regime has a run, which is on a core of its own and counts that core's seconds, and has a
+    process group of its own.
+    """
+    monkeypatch.setenv("MASTER_PORT", "29555")
     plan = plan_in(tmp_path)
     begun = time.monotonic()
     found = train(plan, ["GRPO"])
