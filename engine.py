@@ -109,8 +109,10 @@ class Batch(NamedTuple):
         if self.tokens[rows].tolist() != lengths:
             raise RuntimeError("vLLM handed out other tokens than those of the oldest batch")
         states = self.states[torch.tensor(rows, device=self.states.device)].float().cpu()
+        if not logprobs:
+            return states
         sums = torch.tensor([sum(r.logprobs) for r in rollouts.values()])
-        return torch.column_stack([states, sums, sums / torch.tensor(lengths)]) if logprobs else states
+        return torch.column_stack([states, sums, sums / torch.tensor(lengths)])
 
 
 class EngineError(RuntimeError):

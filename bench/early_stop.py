@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from bench.runs import read_flags, run_parser, train
 from bench.tables import Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
@@ -109,6 +110,7 @@ def main() -> None:
     runs, measured = train(plan, [METHOD]), {}
     # CPU seconds of one core: threads that wait for each other on several would count as work.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
     for regime, of in runs.items():
         measured[regime] = []
         for run in of[METHOD]:

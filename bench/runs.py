@@ -2,7 +2,7 @@
 
     plan, _ = read_flags(run_parser(__doc__))
     runs = train(plan, ["GRPO", "GRPO + ARRoL"])    regime -> name of the method -> one run for each seed
-    python -m bench.runs                            trains all of them
+    python -m bench.runs                            trains all of them, with seeds 0 to 2
 
 A method is a few flags of arrol.py; its runs share all other flags, data, evaluation and seeds. On
 the embedded model there are two regimes, and each core of a CPU has a run of its own, timed in
@@ -80,8 +80,12 @@ class Plan:
 
     @property
     def cores(self) -> list[int | None]:
-        """Those that runs of the embedded model have for themselves; a larger model has all of them."""
-        return [None] if names_model(self.flags) else sorted(os.sched_getaffinity(0))
+        """Those that runs of the embedded model have for themselves, at 3 GB of memory each at most; one
+        of a larger model, or on a GPU, has all of them."""
+        if names_model(self.flags) or shutil.which("nvidia-smi"):
+            return [None]
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return sorted(os.sched_getaffinity(0))[: max(1, memory // (3 * 2**30))]
 
     def run_flags(self, regime: str, method: str, seed: int) -> list[str]:
         # Of a flag that is there twice the last one counts.

@@ -110,7 +110,7 @@ def read(
 
 def is_file(source: str) -> bool:
     """Whether `source` names a file, and no hub id. Raises DataError on one that cannot be read, or of another kind."""
-    known, there = Path(source).suffix.lower() in (".jsonl", ".json", ".parquet"), Path(source).is_file()
+    known, there = Path(source).suffix.lower() in (".jsonl", ".json", ".parquet"), os.path.isfile(source)
     if there and not known:
         raise DataError(source, "not a .jsonl, .json or .parquet file", "convert it to one of them")
     if known and not (there and os.access(source, os.R_OK)):

@@ -183,7 +183,7 @@ class Grader(contextlib.AbstractContextManager):
         self._idle = self._workers.copy()
 
     def grade(self, texts: list[str], golds: list[str]) -> list[Verdict]:
-        """A verdict on each response in `texts` by its answer in `golds`, see `data.gold_text`.
+        """A verdict on each response in `texts` by its answer in `golds`, texts as `data.gold_text` makes them.
 
         Raises GraderError if the workers cannot start or keep dying.
         """

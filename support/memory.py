@@ -39,7 +39,7 @@ class Shape:
         keys = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or self.hidden // heads
         # Some have a width for each layer; of a mixture, the experts of one token count.
-        widths = text.intermediate_size
+        widths = getattr(text, "intermediate_size", None) or 4 * self.hidden
         width = widths if isinstance(widths, int) else max(widths)
         experts = getattr(text, "num_experts_per_tok", None) or 1
         width = max(width, experts * (getattr(text, "moe_intermediate_size", None) or width))

@@ -42,8 +42,8 @@ def read(folder: Path, step: int | None, group: int | None) -> list[dict]:
     try:
         for row in load_metrics(folder, path.name):
             steps.setdefault(row["step"], {}).setdefault(row["group"], []).append(row)
-    except (ValueError, KeyError, TypeError):
-        fail(f"{path}: not all of its lines are rollouts of arrol.py")
+    except (OSError, ValueError, KeyError, TypeError):
+        fail(f"{path}: it cannot be read, or not all of its lines are rollouts of arrol.py")
     if not steps:
         fail(f"{path}: no rollout is there; name the folder of a run, and not one of --log-rollouts none")
     step = max(steps) if step is None else step
