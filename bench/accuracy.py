@@ -65,8 +65,8 @@ def table(found: dict[str, dict[str, Estimate]], samples: int) -> str:
     return markdown(rows)
 
 
-def main(name: str = "accuracy", methods: Sequence[str] = METHODS, seeds: Sequence[int] = range(5)) -> None:
-    plan, _ = read_flags(run_parser(__doc__, seeds))
+def main(doc: str, name: str = "accuracy", methods: Sequence[str] = METHODS, seeds: Sequence[int] = range(5)) -> None:
+    plan, _ = read_flags(run_parser(doc, seeds))
     runs = train(plan, methods, FEWER)
     found = {
         regime: {method: estimates(map(against, of[methods[0]], some)) for method, some in of.items()}
@@ -83,4 +83,4 @@ def main(name: str = "accuracy", methods: Sequence[str] = METHODS, seeds: Sequen
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__)

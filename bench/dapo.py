@@ -8,4 +8,4 @@ from __future__ import annotations
 from bench.accuracy import main
 
 if __name__ == "__main__":
-    main("dapo", ("DAPO", "DAPO + ARRoL"), range(3))
+    main(__doc__, "dapo", ("DAPO", "DAPO + ARRoL"), range(3))

@@ -143,7 +143,7 @@ def test_two_ranks_end_with_the_weights_of_one(runs: Path) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_head_and_calibration_are_the_same_on_both_ranks_bit_for_bit(runs: Path, name: str) -> None:
     first, second = (json.loads((runs / "two" / f"rank-{rank}.json").read_text())[name] for rank in (0, 1))
-    assert first == second and first.keys() == {"policy", "trainer", "calibrator"}
+    assert first == second and first.keys() == {"policy", "trainer", "calibrator", "finished"}
 
 
 def test_ranks_had_different_numbers_of_prompts_and_survivors(runs: Path) -> None:
