@@ -15,7 +15,7 @@ lint: install
 test: .venv-trl/stamp
 	.venv/bin/python -m pytest tests
 
-# 84 minutes on 2 idle cores (AMD EPYC), 69 of them training; runs are kept in bench/runs and not repeated. One that fails does not stop the others.
+# About three hours on 2 cores, most of it training; runs are kept in bench/runs and not repeated. A table that fails does not stop the others.
 BENCHES = theory speed cost accuracy dapo pruning keep_ratio convergence head voting early_stop
 
 bench: install
