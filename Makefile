@@ -15,7 +15,7 @@ lint: install
 test: .venv-trl/stamp
 	.venv/bin/python -m pytest tests
 
-# About three hours on 2 cores, most of it training; runs are kept in bench/runs and not repeated. A table that fails does not stop the others.
+# Two hours on 2 idle cores by the sum of its runs, most of it training; runs are kept in bench/runs and not repeated. A table that fails does not stop the others.
 BENCHES = theory speed cost accuracy dapo pruning keep_ratio convergence head voting early_stop
 
 bench: install
