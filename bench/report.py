@@ -34,12 +34,14 @@ TARGETS: list[tuple[str, tuple[str, ...], float, str]] = [
     ),
     ("whole step at least 1.6 × faster", ("speed", "phases", "step", "ratio"), 1.6, ".2f"),
     *(
-        (f"{regime}: {title}", (file, "regimes", regime, *path), 0.0, "+.3f")
-        for title, file, path in (
-            ("E[ρ̂(1 − ρ̂)], ARRoL − random, runs of their own, above 0", "pruning", ("difference", "rho_variance")),
-            ("the same on the same rollouts, above 0", "pruning", ("above_random", "ARRoL", "rho_variance")),
-            ("ARRoL's vote (ranks) − majority, at least 0", "voting", (METHOD, "ARRoL − majority")),
-            ("ARRoL's vote (probability) − majority, at least 0", "voting", (METHOD, "ARRoL, probability − majority")),
+        (f"{regime}: {title}", (file, "regimes", regime, *path), least, "+.3f")
+        for title, least, file, *path in (
+            ("E[ρ̂(1 − ρ̂)], ARRoL − random, runs of their own, above 0", 0.0, "pruning", "difference", "rho_variance"),
+            ("the same on the same rollouts, above 0", 0.0, "pruning", "above_random", "ARRoL", "rho_variance"),
+            ("ARRoL's vote of 32 (ranks) − majority, at least 0", 0.0, "voting", METHOD, "ARRoL − majority"),
+            ("the same, head on log-probs too", 0.0, "voting", f"{METHOD}, log-probs", "ARRoL − majority"),
+            ("the same of 2, at least 0.03", 0.03, "voting", f"{METHOD}, log-probs", "ARRoL − majority, of 2"),
+            ("the same of 4, at least 0.03", 0.03, "voting", f"{METHOD}, log-probs", "ARRoL − majority, of 4"),
         )
         for regime in ("sums", "long sums")
     ),

@@ -104,7 +104,10 @@ def test_two_runs_side_by_side(folder: Path, tmp_path_factory: pytest.TempPathFa
         ("{folder} --step 9", "--step 9: {folder}/rollouts.jsonl has the steps 1 to 2"),
         ("{folder} --group 9", "--group 9: step 2 of {folder}/rollouts.jsonl has the groups 7, 8"),
         ("{folder}/empty", "empty/rollouts.jsonl: no rollout is there"),
-        ("{folder}/broken", "broken/rollouts.jsonl: it cannot be read, or not all of its lines are rollouts of arrol.py"),
+        (
+            "{folder}/broken",
+            "broken/rollouts.jsonl: it cannot be read, or not all of its lines are rollouts of arrol.py",
+        ),
         ("{folder} {folder} {folder}", "two runs fit side by side"),
     ],
 )
