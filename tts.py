@@ -210,11 +210,9 @@ def probabilities(logits: Sequence[float]) -> list[float]:
 
 
 def log_odds(posteriors: Sequence[float]) -> list[float]:
-    """Weights max(0, log(q / (1 - q))) of posteriors q: a vote counts as much as it is evidence.
-
-    Not the paper's. Of independent voters between two answers this is the optimal weight (Nitzan
-    and Paroush, 1982). Clipped at 0: what is more likely wrong than right has no vote. If none has
-    one, all sums tie, and `vote` falls back to the majority. Raises ValueError unless 0 < q < 1.
+    """Weights max(0, log(q / (1 - q))) of posteriors q, not the paper's: the best ones for independent
+    voters between two answers (Nitzan and Paroush, 1982). If all are 0, `vote` goes by the majority.
+    Raises ValueError unless 0 < q < 1.
 
     >>> [round(weight, 2) for weight in log_odds([0.5, 0.9, 0.75, 0.2])]
     [0.0, 2.2, 1.1, 0.0]
@@ -247,8 +245,6 @@ def top_share(classes: Sequence[Class], weights: Sequence[float], share: float) 
 
 # ------------------------------------------------------------------ the rules
 
-# head: the quality logit. posterior: how likely answers with such a logit were right in training.
-SIGNALS = ("head", "posterior", "mean", "lowest", "bottom", "tail", "certainty", "logprob")
 TOP = 0.1  # share of the voters that DeepConf's filter keeps (its η)
 
 
@@ -283,6 +279,7 @@ RULES = [
     Rule("best of n, head", "head", choose=best_of),
     Rule("best of n, confidence", "mean", choose=best_of),
 ]
+SIGNALS = tuple(dict.fromkeys(rule.signal for rule in RULES if rule.signal))
 
 
 def winners(classes: Sequence[Class], signals: Signals) -> dict[str, Class]:
@@ -291,15 +288,11 @@ def winners(classes: Sequence[Class], signals: Signals) -> dict[str, Class]:
     >>> winners([0, 1, 1, None], {"head": [2.0, -1.0, -3.0, 5.0]})
     {'majority': 1, 'ARRoL': 0, 'ARRoL, probability': 0, 'best of n, head': 0}
     """
-    return {rule.name: rule.choose(*rule.ballot(classes, signals)) for rule in _rules_for(signals)}
+    return {rule.name: rule.choose(*rule.ballot(classes, signals)) for rule in rules_for(signals)}
 
 
-def ballots(classes: Sequence[Class], signals: Signals) -> dict[str, list[float]]:
-    """Row of the table -> weight of each candidate, 0.0 without an answer or filtered out."""
-    return {rule.name: rule.ballot(classes, signals)[1] for rule in _rules_for(signals)}
-
-
-def _rules_for(signals: Signals) -> list[Rule]:
+def rules_for(signals: Signals) -> list[Rule]:
+    """The rules that need no other signals."""
     if unknown := set(signals).difference(SIGNALS):
         raise ValueError(f"no rule uses the signals {sorted(unknown)}; there are {SIGNALS}")
     return [rule for rule in RULES if rule.signal is None or rule.signal in signals]

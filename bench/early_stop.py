@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from bench.runs import read_flags, run_parser, train
+from bench.runs import names_model, read_flags, run_parser, train
 from bench.tables import Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
-from bench.voting import SETS
 from engine import Rollout
 from support.args import TtsArgs, parse_tts
+from support.checkpoint import complete
 from support.test_time import Candidates, KeepBetter, Sampler, accuracies
 
 METHOD = "GRPO + ARRoL"
@@ -114,8 +114,8 @@ def main() -> None:
     for regime, of in runs.items():
         measured[regime] = []
         for run in of[METHOD]:
-            model = run.folder / f"checkpoint-{int(run.lines[-1]['step'])}"
-            flags = ["--model", str(model), "--data", own.data or SETS.get(regime, "aime24"), "--n", str(own.n)]
+            data = own.data or ("aime24" if names_model(plan.flags) else run.args["dataset"])
+            flags = ["--model", str(complete(run.folder)[-1]), "--data", data, "--n", str(own.n)]
             measured[regime].append(measure(parse_tts([*flags, "--seed", str(run.seed)])))
     titles = (f"{regime}, {rule}: accuracy against {COSTS[cost]}" for regime in runs for rule, cost in PAIRS)
     figure, panels = new_figure(*titles, rows=2 * len(runs))

@@ -18,10 +18,9 @@ from pathlib import Path
 from bench.runs import Job, Run, names_model, read_flags, run_all, run_parser, train
 from bench.tables import Estimate, estimates, markdown, new_figure, plot_seeds, publish, show
 from support.args import fail
+from support.checkpoint import complete
 
 METHODS = ("GRPO + ARRoL", "GRPO + ARRoL, log-probs")
-# held out, on which the votes are
-SETS = {"sums": "sums", "long sums": "sums:6-10:15"}
 RULES = {
     "majority": "black",
     "DeepConf, mean": "tab:green",
@@ -46,9 +45,8 @@ PAPER = {
 def sampling(run: Run, data: str, n: int) -> Job:
     """The call of tts.py on a run's last checkpoint."""
     folder = run.folder / f"tts-{re.sub(r'[^A-Za-z0-9]+', '-', data)}-{n}"
-    model = run.folder / f"checkpoint-{int(run.lines[-1]['step'])}"
-    flags = ["--model", str(model), "--data", data, "--n", str(n), "--seed", str(run.seed), "--output", str(folder)]
-    return Job(f"{run.method}, seed {run.seed}, {data}", "tts.py", flags, folder)
+    flags = ["--model", str(complete(run.folder)[-1]), "--data", data, "--n", str(n), "--seed", str(run.seed)]
+    return Job(f"{run.method}, seed {run.seed}, {data}", "tts.py", [*flags, "--output", str(folder)], folder)
 
 
 def scores_of(job: Job) -> Path:
@@ -111,8 +109,9 @@ def main() -> None:
     runs = train(plan, METHODS)
     jobs = {}
     for regime, of in runs.items():
-        known = ["amc23", "aime24", "aime25"] if names_model(plan.flags) else [SETS[regime]]
         for method, some in of.items():
+            # What is held out of the sums that a run was trained on.
+            known = ["amc23", "aime24", "aime25"] if names_model(plan.flags) else [some[0].args["dataset"]]
             jobs[regime, method] = [[sampling(run, data, own.n) for data in own.data or known] for run in some]
     missing = [job for models in jobs.values() for sets in models for job in sets if not scores_of(job).is_file()]
     for job, _ in run_all(missing, plan.cores):

@@ -236,7 +236,8 @@ def write_candidates(path: Path, sampler: Sampler, problems: Sequence[Candidates
     """A line for each candidate: answer, class, verdict, signals, and weight under each rule."""
     with path.open("w", encoding="utf-8") as file:
         for one in problems:
-            tables = {"signals": one.signals, "weights": tts.ballots(one.classes, one.signals)}
+            weights = {rule.name: rule.ballot(one.classes, one.signals)[1] for rule in tts.rules_for(one.signals)}
+            tables = {"signals": one.signals, "weights": weights}
             for i, rollout in enumerate(one.rollouts):
                 problem = sampler.prompts[rollout.group].problem
                 row = {"problem": problem.id, "gold": problem.answer, "candidate": i, "class": one.classes[i]}

@@ -26,7 +26,6 @@ from tts import (
     Class,
     accuracy,
     answer_classes,
-    ballots,
     best_of,
     bottom_windows,
     log_odds,
@@ -35,6 +34,7 @@ from tts import (
     probabilities,
     rank_weights,
     representative,
+    rules_for,
     self_certainty,
     tail_confidence,
     top_share,
@@ -380,7 +380,7 @@ def test_each_rule_on_a_case_worked_out_by_hand() -> None:
 
 
 def test_ballots_show_the_weight_of_each_candidate() -> None:
-    shown = ballots(CLASSES, TABLE)
+    shown = {rule.name: rule.ballot(CLASSES, TABLE)[1] for rule in rules_for(TABLE)}
     assert list(shown) == list(winners(CLASSES, TABLE)) == [rule.name for rule in RULES]
     assert shown["majority"] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0] + [1.0] * 5
     assert shown["ARRoL"] == pytest.approx([0.5, 0.6, 0.7, 0.9, 1.0, 0.0, 0.8] + [0.2] * 5)
