@@ -315,7 +315,8 @@ class Trainer:
             lengths = torch.tensor([len(prompts[r.group].token_ids) + len(r.token_ids) for r in survivors])
             rewards = rewards + overlong_penalty(lengths, self.args.max_length, self.args.overlong_cache)
         groups = torch.tensor([r.group for r in survivors], dtype=torch.int64)
-        for r, advantage in zip(survivors, group_advantages(rewards, groups).tolist(), strict=True):
+        advantages = group_advantages(rewards, groups, scale=self.args.scale_rewards)
+        for r, advantage in zip(survivors, advantages.tolist(), strict=True):
             r.advantage = advantage
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -97,12 +97,12 @@ class Sampling:
 class Batch(NamedTuple):
     """What the hook notes of one forward pass."""
 
-    rows: dict[int, int]  # request -> row
+    rows: dict[str, int]  # request -> row
     tokens: np.ndarray  # (rows,) number of the token that is sampled, from 1; 0: still in prefill
     states: Tensor  # (rows, hidden) that it is sampled from, on the device
     confidences: Tensor | None  # (rows,) H_t, if asked for
 
-    def states_of(self, rollouts: Mapping[int, Rollout], logprobs: bool) -> Tensor:
+    def states_of(self, rollouts: Mapping[str, Rollout], logprobs: bool) -> Tensor:
         """States, fp32 on the CPU, that produced the newest tokens: (N, hidden), or with log-probs (N, hidden + 2)."""
         rows = [self.rows[request] for request in rollouts]
         lengths = [len(r.token_ids) for r in rollouts.values()]
@@ -193,9 +193,9 @@ class Engine:
         self.vocabulary = self.llm.model_config.get_vocab_size() if vocabulary is None else vocabulary
         self._stream = torch.cuda.Stream(priority=-1) if self.on_gpu else None  # none of those of vLLM
         self._numbers = count()  # of requests; none can be taken for one of an earlier call
-        self._names: dict[str, int] = {}  # "7-" and 8 random characters, as the hook sees request 7 -> 7
-        self._live: dict[int, Rollout] = {}  # request -> rollout in flight or waiting
-        self._aborted: set[int] = set()  # since the last batch
+        self._names: dict[str, str] = {}  # "7" -> "7-" and 8 random characters, as vLLM's insides call it
+        self._live: dict[str, Rollout] = {}  # request, by the longer name -> rollout in flight or waiting
+        self._aborted: set[str] = set()  # since the last batch
         self._batches: deque[Batch] = deque()  # whose tokens are not handed out yet, oldest first
         self.hook_seconds = 0.0  # of the last generate, in the hook and the pruner
 
@@ -280,9 +280,9 @@ class Engine:
             logprobs=0 if logprobs else None,  # of the sampled token alone
             **(neutral | outputs),
         )
-        request = next(self._numbers)
-        self._live[request] = rollout
-        self._names[self.engine.add_request(str(request), {"prompt_token_ids": prompt}, params)] = request
+        number = str(next(self._numbers))
+        name = self._names[number] = self.engine.add_request(number, {"prompt_token_ids": prompt}, params)
+        self._live[name] = rollout
 
     def _hook(self, hidden: Tensor) -> Tensor:
         """In place of `model.compute_logits`: note whose rows (rows, H) are sampled, and which tokens."""
@@ -291,11 +291,11 @@ class Engine:
         start, batch, size = time.perf_counter(), self.runner.input_batch, len(hidden)
         if size != batch.num_reqs:
             raise RuntimeError(f"vLLM sampled {size} rows for {batch.num_reqs} requests: the hook cannot tell whose")
-        rows = {self._names[name]: row for row, name in enumerate(batch.req_ids[:size])}
         # The token of a row that is still in (re)prefill is thrown away.
         tokens = batch.num_tokens_no_spec[:size] - batch.num_prompt_tokens[:size] + 1
         tokens[self.runner.discard_request_mask.np[:size]] = 0
-        if not self._aborted.isdisjoint(rows):
+        rows = batch.req_id_to_index.copy()
+        if not rows.keys().isdisjoint(self._aborted):
             raise RuntimeError("vLLM went on with a rollout that was aborted")
         self._aborted.clear()
         confidences = token_confidence(logits[:, : self.vocabulary]) if self._confidence else None
@@ -306,7 +306,7 @@ class Engine:
     def _step(self, pruner: PruneHook | None, last_states: bool) -> None:
         """Let vLLM launch a batch; complete or prune rollouts by the one whose tokens it hands out."""
         outputs, start = self.engine.step(), time.perf_counter()
-        ended = {int(output.request_id): self._live.pop(int(output.request_id)) for output in outputs}
+        ended = {name: self._live.pop(name) for name in [self._names[output.request_id] for output in outputs]}
         for rollout, completion in zip(ended.values(), [output.outputs[0] for output in outputs]):
             rollout.token_ids, rollout.finish = list(completion.token_ids), completion.finish_reason
             rollout.logprobs = list(completion.logprobs.logprobs) if completion.logprobs else []
@@ -316,29 +316,29 @@ class Engine:
             # On a stream of its own: it need not wait for the batch that runs.
             with torch.cuda.stream(self._stream):
                 self._read(batch, ended, last_states)
-                if pruner is not None:
+                if pruner is not None and self.detect_length in batch.tokens:
                     self._decide(batch, pruner)
         self.hook_seconds += time.perf_counter() - start
 
-    def _read(self, batch: Batch, ended: Mapping[int, Rollout], last_states: bool) -> None:
+    def _read(self, batch: Batch, ended: Mapping[str, Rollout], last_states: bool) -> None:
         """Note H_t of all rollouts, and the last states of those that ended."""
         if self._confidence:
-            known = self._live | ended
-            for request, token, value in zip(batch.rows, batch.tokens, batch.confidences.tolist()):
-                if token and request in known:  # others went on for a token after the end
-                    known[request].confidences.append(value)
+            known, values = self._live | ended, batch.confidences.tolist()
+            for request, row in batch.rows.items():
+                if batch.tokens[row] and request in known:  # others went on for a token after the end
+                    known[request].confidences.append(values[row])
         if last_states and ended:
             for rollout, state in zip(ended.values(), batch.states_of(ended, self._state_logprobs)):
                 rollout.last_state = state
 
     def _decide(self, batch: Batch, pruner: PruneHook) -> None:
         """Prune what the pruner drops of the rollouts that reached L_detect and go on."""
-        requests, processor = list(batch.rows), self.engine.output_processor
-        arrived = {requests[row] for row in np.flatnonzero(batch.tokens == self.detect_length)}
-        if not (reached := {request: self._live[request] for request in sorted(arrived & self._live.keys())}):
+        arrived = set(np.flatnonzero(batch.tokens == self.detect_length).tolist())
+        reached = {name: rollout for name, rollout in self._live.items() if batch.rows.get(name) in arrived}
+        if not reached:
             return
         for request, rollout in reached.items():  # vLLM returns nothing of those that are aborted
-            sampled = processor.request_states[processor.external_req_ids[str(request)][0]]
+            sampled = self.engine.output_processor.request_states[request]
             rollout.token_ids = list(sampled.detokenizer.output_token_ids)
             logprobs = sampled.logprobs_processor.logprobs
             rollout.logprobs = list(logprobs.logprobs) if logprobs else []
@@ -351,11 +351,11 @@ class Engine:
                 rollout.finish, rollout.late = "pruned", sum(request in later.rows for later in self._batches)
         self._abort([request for request, rollout in reached.items() if rollout.finish == "pruned"])
 
-    def _abort(self, requests: list[int]) -> None:
+    def _abort(self, requests: list[str]) -> None:
         # One by one: the order in which vLLM frees several may differ between ranks that share an engine.
         for request in requests:
             del self._live[request]
-            self.engine.abort_request([str(request)])
+            self.engine.abort_request([request], internal=True)
         self._aborted.update(requests)
         if self.engine.get_num_unfinished_requests() != len(self._live):
             raise RuntimeError("vLLM did not abort a request")

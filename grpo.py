@@ -61,8 +61,10 @@ class Sample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Tensor, eps: float = 1e-6, scale: bool = True) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group of survivors, std unbiased (Sec. 3).
+
+    scale: whether to divide; Dr. GRPO (arXiv 2503.20783) does not, since it favours groups that agree.
 
     `rewards` (N,), `groups` (N,) int64; returns (N,) float32, 0 for a lone or an equal reward.
 
@@ -74,7 +76,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tens
     values, count = rewards.float().double(), group.bincount()
     centred = values - (group.bincount(values) / count)[group]
     std = (group.bincount(centred.square()) / (count - 1).clamp(min=1)).sqrt()
-    return (centred / (std[group] + eps)).float()
+    return (centred / (std[group] + eps) if scale else centred).float()
 
 
 def overlong_penalty(lengths: Tensor, max_response: int, cache: int) -> Tensor:

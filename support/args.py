@@ -82,6 +82,7 @@ class Args(SamplingArgs):
     head_inputs: str = flag("state", "what it sees; log-probs: of the tokens so far", ("state", "state+logprob"))
     head_lr: float = flag(1e-3, "its learning rate", "(0, inf)")
     algo: str = flag("grpo", "loss and sampling", ("grpo", "dapo"))
+    scale_rewards: bool = flag(True, "divide advantages by the group's deviation; Dr. GRPO does not")
     lr: float = flag(1e-6, "learning rate of the policy", "[0, inf)", tiny=1e-4)
     warmup_steps: int = flag(10, "optimizer steps of linear warm-up, constant after that", "[0, inf)", tiny=5)
     weight_decay: float = flag(0.1, "AdamW's, on all weights", "[0, inf)", tiny=0.0)

@@ -273,7 +273,9 @@ def test_scored_at_l_detect_and_freed_on_the_next_step(engine: Engine) -> None:
 def test_an_abort_that_does_nothing_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """SkyRL#1250: vLLM ignores ids that it does not know. Neither side of the check may be silent."""
     before, abort = tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)), engine.engine.abort_request
-    monkeypatch.setattr(engine.engine, "abort_request", lambda ids: abort([f"{name}-" for name in ids]))
+    monkeypatch.setattr(
+        engine.engine, "abort_request", lambda ids, internal: abort([f"{name}-" for name in ids], internal)
+    )
     with pytest.raises(EngineError, match="did not abort a request"):
         engine.generate(PROMPTS, 2, SAMPLING, seed=1, pruner=Keep(lambda number: number > 0))
     monkeypatch.setattr(engine.engine, "get_num_unfinished_requests", lambda: len(engine._live))

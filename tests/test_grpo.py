@@ -127,6 +127,14 @@ def test_advantages_of_ragged_groups_by_hand() -> None:
     assert torch.equal(group_advantages(rewards[order], groups[order]), advantages[order])
 
 
+def test_without_division_groups_that_agree_weigh_less() -> None:
+    """Dr. GRPO: 3 of 4 right and 1 of 2 right, in units of the reward."""
+    rewards, groups = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 0, 1, 1])
+    expected = torch.tensor([0.25, 0.25, 0.25, -0.75, 0.5, -0.5])
+    assert torch.equal(group_advantages(rewards, groups, scale=False), expected)
+    assert group_advantages(rewards, groups)[3] < -1.4
+
+
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7])
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:

@@ -118,16 +118,16 @@ FACTS = [
         ),
     ),
     Fact(
-        "the batch names its requests by row",
+        "the batch knows the row of each request",
         BATCH,
         "InputBatch.add_request",
         (
-            "self._req_ids[req_index] = req_id",
+            "self.req_id_to_index[req_id] = req_index",
             "self.num_prompt_tokens[req_index] = num_prompt_tokens",
             "self.num_tokens_no_spec[req_index] = request.num_tokens",
         ),
     ),
-    Fact("rows by name", BATCH, "InputBatch.req_ids", ("@property", "return cast(list[str], self._req_ids)")),
+    Fact("also after rows have moved", BATCH, "InputBatch.condense", ("self.req_id_to_index[req_id] = empty_index",)),
     Fact("the number of rows", BATCH, "InputBatch.num_reqs", ("@property", "return len(self.req_id_to_index)")),
     Fact(
         "without asynchronous scheduling a step returns the outputs of the batch whose rows the hook has just seen",
@@ -222,10 +222,10 @@ FACTS = [
         ),
     ),
     Fact(
-        "by the name that vLLM has for ours",
+        "by the inner name",
         "v1/engine/output_processor.py",
         "OutputProcessor.add_request",
-        ("self.external_req_ids[req_state.external_req_id].append(request_id)",),
+        ("request_id = request.request_id", "self.request_states[request_id] = req_state"),
     ),
     Fact(
         "without detokenizing",
@@ -246,7 +246,7 @@ FACTS = [
         ("sampled_token_logprob = logprobs[0]", "append_logprobs_for_next_position(self.logprobs, token_ids, logprobs"),
     ),
     Fact(
-        "abort_request takes our names",
+        "abort_request takes inner names, if it is told that they are",
         ENGINE,
         "LLMEngine.abort_request",
         ("request_ids: list[str], internal: bool=False", "self.output_processor.abort_requests(request_ids, internal)"),
@@ -255,7 +255,11 @@ FACTS = [
         "it ignores names that it does not know",
         "v1/engine/output_processor.py",
         "OutputProcessor.abort_requests",
-        ("elif (internal_ids := self.external_req_ids.pop(request_id, [])):", "internal_req_ids.extend(internal_ids)"),
+        (
+            "if internal:",
+            "internal_req_ids.append(request_id)",
+            "req_state = self.request_states.pop(request_id, None)",
+        ),
     ),
     Fact(
         "only rollouts that ended come back", "sampling_params.py", "RequestOutputKind", ("DELTA = 1", "FINAL_ONLY = 2")
