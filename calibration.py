@@ -7,7 +7,7 @@ The chain, for each rollout that reaches L_detect with the score s' = sigmoid(qu
     t = a_g (q - μ_g), or λ (ρ - q)             its tilt: p above κ, below  `tilts`
     p = clip(κ + δ + t, p_min, p_max)           its survival (Eq. 2)        `survival_probability`
     δ such that E[p] = κ over recent rollouts   the bias                    `solve_bias`
-    keep with probability p                     the draw                    `SystematicDraw`
+    keep with probability p                     the draw                    `draw_bernoulli`
 
 Where this departs from the paper, or fills a gap:
 1. One window of (score, label). The paper keeps a buffer for each label; two full ones would force
