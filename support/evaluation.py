@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -33,15 +33,30 @@ KNOWN = {
 PASS_K = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class Benchmark:
-    """A set to evaluate on; scores on it compare where `digest` is equal. report: a line on it."""
+    """A set to evaluate on. Of its problems, those that are too long have no prompt and count as wrong."""
 
     name: str
     problems: list[Problem]
     metric: str  # its headline: "avg", or "pass@16" if it is small (Sec. 5.1)
-    digest: str  # of the problems, their order and answers
-    report: str
+    source: str
+    prompts: list[Prompt] = field(default_factory=list)  # `prepare` makes them
+
+    @property
+    def digest(self) -> str:
+        """Of the problems, their order and answers: scores compare where it is equal."""
+        contents = json.dumps([[p.id, p.text, p.answer] for p in self.problems])
+        return hashlib.sha256(contents.encode()).hexdigest()[:12]
+
+    def prepare(self, tokenizer: Tokenizer, args: SamplingArgs, training: list[Problem]) -> str:
+        """Make the prompts; returns a line on the set, on what is too long and what is in `training` too."""
+        self.prompts, too_long = data.tokenize(self.problems, tokenizer, args)
+        seen = len(contaminated(self.problems, training))
+        size = f"{self.name}: {len(self.problems)} problems from {self.source}"
+        long = f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else ""
+        known = f"; CONTAMINATED: {seen} of them are in the training set" if seen else ""
+        return f"{size}, digest {self.digest}, headline {self.metric}{long}{known}"
 
 
 def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
@@ -77,36 +92,7 @@ def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
             raise DataError(file or hub, fault, "take the whole set as published, or name the file without NAME=")
     except ValueError as error:
         raise ValueError(f"{flag} {error}") from error
-    return make_benchmark(name, problems, metric, source)
-
-
-def make_benchmark(name: str, problems: list[Problem], metric: str, source: str) -> Benchmark:
-    """A set with its digest and the line that reports it."""
-    contents = json.dumps([[p.id, p.text, p.answer] for p in problems])
-    digest = hashlib.sha256(contents.encode()).hexdigest()[:12]
-    report = f"{name}: {len(problems)} problems from {source}, digest {digest}, headline {metric}"
-    return Benchmark(name, problems, metric, digest, report)
-
-
-@dataclass(frozen=True)
-class EvalSet:
-    """A benchmark's prompts. Its `too_long` problems have none and count as wrong."""
-
-    name: str
-    metric: str
-    prompts: list[Prompt]
-    too_long: int
-
-
-def prepare(
-    benchmark: Benchmark, tokenizer: Tokenizer, args: SamplingArgs, training: list[Problem]
-) -> tuple[EvalSet, str]:
-    """A benchmark's prompts, and its report with what is too long and what is in the `training` set too."""
-    prompts, too_long = data.tokenize(benchmark.problems, tokenizer, args)
-    seen = len(contaminated(benchmark.problems, training))
-    long = f"; {too_long} longer than {args.max_prompt} tokens count as wrong" if too_long else ""
-    known = f"; CONTAMINATED: {seen} of them are in the training set" if seen else ""
-    return EvalSet(benchmark.name, benchmark.metric, prompts, too_long), f"{benchmark.report}{long}{known}"
+    return Benchmark(name, problems, metric, source)
 
 
 def contaminated(problems: list[Problem], training: Iterable[Problem]) -> list[Problem]:
@@ -156,7 +142,7 @@ def grade(rollouts: list[Rollout], prompts: Mapping[int, Prompt], tokenizer: Tok
 
 
 def evaluate(
-    engine: Engine, sets: list[EvalSet], tokenizer: Tokenizer, grader: Grader, sampling: Sampling, args: Args
+    engine: Engine, sets: list[Benchmark], tokenizer: Tokenizer, grader: Grader, sampling: Sampling, args: Args
 ) -> dict[str, float]:
     """avg@n, pass@16 where there are so many samples, accuracy of one greedy sample: `eval/<set>/<score>`.
 
@@ -181,13 +167,13 @@ def evaluate(
     sampling = replace(sampling, temperature=args.eval_temperature, top_p=args.eval_top_p)
     for chosen in sets:
         samples = max(args.eval_n, PASS_K) if chosen.metric == f"pass@{PASS_K}" else args.eval_n
-        prompts, size = dict(enumerate(chosen.prompts)), len(chosen.prompts) + chosen.too_long
+        prompts, size = dict(enumerate(chosen.prompts)), len(chosen.problems)
         counts = right(prompts, samples, sampling)
         scores = {f"avg@{samples}": sum(counts) / (samples * size)}
         if samples >= PASS_K:
             scores[f"pass@{PASS_K}"] = sum(pass_at_k(samples, count, PASS_K) for count in counts) / size
         scores["greedy"] = sum(right(prompts, 1, replace(sampling, temperature=0.0, top_p=1.0))) / size
-        if chosen.too_long:
-            scores["too_long"] = chosen.too_long
+        if too_long := size - len(prompts):
+            scores["too_long"] = too_long
         metrics |= {f"eval/{chosen.name}/{key}": value for key, value in scores.items()}
     return metrics

@@ -25,7 +25,7 @@ from grpo import Learner, LossConfig, NonFiniteGradients, SamplerGapError
 from support import checkpoint, data, distributed
 from support.args import Args, fail
 from support.distributed import print0, rank
-from support.evaluation import EvalSet, load_benchmark, make_benchmark, prepare
+from support.evaluation import Benchmark, load_benchmark
 from support.grader import Grader, GraderError
 from support.model import engine_from, load_policy, load_tokenizer, refuse_untrainable, vocabulary
 from support.report import plot_reward, summary
@@ -40,42 +40,43 @@ class Parts:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     prompts: list[data.Prompt]
-    eval_sets: list[EvalSet]
+    eval_sets: list[Benchmark]
     stop_token_ids: list[int]
     grader: Grader
     device: torch.device
 
 
-def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[data.Prompt], list[EvalSet]]:
+def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[data.Prompt], list[Benchmark]]:
     """Prompts to train on and the sets to evaluate on, with a printed line on each."""
     try:
         problems, line = data.load(args.dataset, args.seed, args.dataset_config, args.dataset_split)
-        benchmarks = []
+        sets = []
         for spec in args.eval_data:
             name, source = ("held-out", args.dataset) if spec == "held-out" else (None, spec)
             if name and not sums_range(source):
                 # Not the run's seed: runs are compared on the same held-out problems.
                 random.Random(0).shuffle(problems)
                 cut = min(args.eval_problems, len(problems) // 10)
-                benchmarks.append(make_benchmark(name, problems[:cut], "avg", "the training set"))
+                sets.append(Benchmark(name, problems[:cut], "avg", "the training set"))
                 problems = problems[cut:]
             elif args.eval_problems or not sums_range(source):
                 found = load_benchmark(source, "--eval-data", args.eval_problems)
-                benchmarks.append(dataclasses.replace(found, name=name or found.name))
+                sets.append(dataclasses.replace(found, name=name or found.name))
         prompts, dropped = data.tokenize(problems, tokenizer, args)
-        sets = [prepare(benchmark, tokenizer, args, problems) for benchmark in benchmarks if benchmark.problems]
+        sets = [chosen for chosen in sets if chosen.problems]
+        reports = [chosen.prepare(tokenizer, args, problems) for chosen in sets]
     except ValueError as error:
         fail(str(error))
-    for name, count in Counter(chosen.name for chosen, _ in sets).items():
+    for name, count in Counter(chosen.name for chosen in sets).items():
         if count > 1:
             fail(f"--eval-data: {count} sets are called {name}, as are their scores; rename a file or leave one out")
     if not prompts:
         too_long = f"{dropped} longer than --max-prompt {args.max_prompt}"
         fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {too_long})")
     print0(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
-    for _, report in sets:
+    for report in reports:
         print0(f"evaluation: {report}")
-    return prompts, [chosen for chosen, _ in sets]
+    return prompts, sets
 
 
 def quiet(verbose: bool) -> None:

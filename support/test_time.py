@@ -62,13 +62,13 @@ class Sampler:
         except ValueError as error:
             fail(f"--head {error}")
         try:
-            self.benchmark = evaluation.load_benchmark(args.data, "--data")
+            benchmark = evaluation.load_benchmark(args.data, "--data")
             training = data.load(args.trained_on)[0] if args.trained_on else []
-            chosen, self.report = evaluation.prepare(self.benchmark, tokenizer, args, training)
+            self.report = benchmark.prepare(tokenizer, args, training)
         except ValueError as error:
             fail(str(error).replace("--dataset", "--trained-on", 1))
-        if not chosen.prompts:
-            fail(f"--max-prompt {args.max_prompt}: no prompt of {chosen.name} is that short")
+        if not benchmark.prompts:
+            fail(f"--max-prompt {args.max_prompt}: no prompt of {benchmark.name} is that short")
         if head is not None and (width := head.norm.weight.numel()) != hidden_size:
             fail(f"--head {args.head}: it reads states of {width} numbers, the model's have {hidden_size}")
         if args.early_stop and trained_at not in (None, args.detect_length):
@@ -76,7 +76,8 @@ class Sampler:
         if not getattr(config, "quantization_config", None):
             # Nothing is kept: vLLM would make up parameters that it does not find.
             load(args.model, "auto")
-        self.args, self.prompts, self.too_long = args, dict(enumerate(chosen.prompts)), chosen.too_long
+        self.args, self.benchmark, self.prompts = args, benchmark, dict(enumerate(benchmark.prompts))
+        self.too_long = len(benchmark.problems) - len(benchmark.prompts)
         self.head, self.tokenizer = head, tokenizer
         self.vocabulary = vocabulary(tokenizer, stop_token_ids, config)
         self.sampling = Sampling(args.max_length, tuple(stop_token_ids), args.temperature, args.top_p)
@@ -186,7 +187,7 @@ def main(args: TtsArgs) -> int:
 
 def run(sampler: Sampler) -> dict:
     """Sample, judge, vote; writes the folder and returns what scores.json holds."""
-    args, folder = sampler.args, Path(sampler.args.output)
+    args, folder, name = sampler.args, Path(sampler.args.output), sampler.benchmark.name
 
     def score(values: Sequence[float]) -> dict[str, float]:
         low, high = metrics.interval(values, args.seed)
@@ -207,7 +208,7 @@ def run(sampler: Sampler) -> dict:
     curve = {rule: [statistics.fmean(scores[size][rule]) for size in sizes] for rule in votes}
     results = {
         "settings": vars(args),
-        "set": vars(sampler.benchmark) | {"problems": len(problems), "report": sampler.report},
+        "set": {"name": name, "problems": len(problems), "digest": sampler.benchmark.digest, "report": sampler.report},
         "counts": {
             "prompts too long (they count as wrong)": sampler.too_long,
             "candidates": len(rollouts),
@@ -215,12 +216,12 @@ def run(sampler: Sampler) -> dict:
             "cut at the length limit": sum(rollout.finish == "length" for rollout in rollouts),
             **Counter(rollout.verdict for rollout in rollouts),
         },
-        "samples": {name: score(values) for name, values in samples.items()},
+        "samples": {label: score(values) for label, values in samples.items()},
         "votes": {rule: score(values) for rule, values in votes.items()},
         "curve": {"sizes": sizes} | curve,
     }
     save()
-    plot_votes(sampler.benchmark.name, sizes, curve, folder / "votes.png")
+    plot_votes(name, sizes, curve, folder / "votes.png")
     if args.early_stop:
         stopped = sampler.sample(args.n, pruner=KeepBetter(sampler.head, sampler.table, args.keep_ratio, args.seed))
         after = accuracies(sampler.judge(stopped), args.n, args.seed)

@@ -24,7 +24,7 @@ from engine import Engine, EngineError, NothingScored, Rollout, Sampling
 from grpo import SamplerGapError
 from support import checkpoint, data
 from support.args import TINY, parse, parse_tts
-from support.evaluation import EvalSet
+from support.evaluation import Benchmark
 from support.grader import Grader, GraderError, Verdict
 from support.launch import Parts, load_prompts
 from support.show import load_metrics
@@ -44,7 +44,7 @@ def trainer(engine: Engine, tmp_path: Path) -> Callable[..., Trainer]:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     with Grader() as grader:
 
-        def make(eval_sets: Sequence[EvalSet] = (), **changes: object) -> Trainer:
+        def make(eval_sets: Sequence[Benchmark] = (), **changes: object) -> Trainer:
             flags = {
                 "steps": 6,
                 "prompts": 6,
@@ -371,7 +371,7 @@ def problem_file(path: Path, problems: Sequence[data.Problem]) -> str:
     return str(path)
 
 
-def eval_sets(tmp_path: Path, *specs: str, **changes: object) -> tuple[list[data.Prompt], list[EvalSet]]:
+def eval_sets(tmp_path: Path, *specs: str, **changes: object) -> tuple[list[data.Prompt], list[Benchmark]]:
     """What the program makes of `--eval-data`, for a training set of 60 sums."""
     training = problem_file(tmp_path / "train.jsonl", data.sums(60, 1, terms=(3, 5)))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
@@ -394,11 +394,11 @@ def test_sets_to_evaluate_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "sums:2-3:20",
         eval_problems=7,
     )
-    assert [(s.name, s.metric, len(s.prompts), s.too_long) for s in sets] == [
-        ("held-out", "avg", 6, 0),  # a tenth
-        ("mine", "avg", 13, 1),
-        ("amc23", "pass@16", 40, 0),
-        ("sums", "avg", 7, 0),
+    assert [(s.name, s.metric, len(s.prompts), len(s.problems)) for s in sets] == [
+        ("held-out", "avg", 6, 6),  # a tenth
+        ("mine", "avg", 13, 14),
+        ("amc23", "pass@16", 40, 40),
+        ("sums", "avg", 7, 7),
     ]
     trained = {prompt.problem.text for prompt in prompts}
     assert len(trained) == 54 and trained.isdisjoint(prompt.problem.text for prompt in sets[0].prompts)
@@ -407,7 +407,7 @@ def test_sets_to_evaluate_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert 0 < both <= 10 and f"CONTAMINATED: {both} of them are in the training set" in report["mine"]
     assert "1 longer than 64 tokens count as wrong" in report["mine"] and "14 problems" in report["mine"]
     assert not any("CONTAMINATED" in report[name] for name in ("held-out", "amc23"))
-    assert all("digest" in line for line in report.values()) and len(report) == 4
+    assert all(f"digest {s.digest}, headline {s.metric}" in report[s.name] for s in sets) and len(report) == 4
 
 
 @pytest.mark.parametrize(

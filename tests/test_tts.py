@@ -30,7 +30,7 @@ from support import data, test_time
 from support.args import TINY, parse, parse_tts
 from support.checkpoint import save_head
 from support.data import Problem, Prompt
-from support.evaluation import EvalSet, evaluate
+from support.evaluation import evaluate
 from support.grader import Grader
 from support.test_time import Candidates, KeepBetter, Sampler, accuracies
 
@@ -227,8 +227,8 @@ def test_the_same_seed_gives_the_same_bytes(sampler: Sampler, program: tuple[Pat
 def test_one_greedy_candidate(sampler: Sampler, tmp_path: Path) -> None:
     """The same number as the greedy score of the evaluation in training."""
     results = run(sampler, n=1, temperature=0.0, output=str(tmp_path / "out"))
-    sets = [EvalSet("mine", "avg", list(sampler.prompts.values()), sampler.too_long)]
-    evaluated = evaluate(sampler.engine, sets, TOKENIZER, sampler.grader, sampler.sampling, parse(["--eval-n", "1"]))
+    sets, args = [sampler.benchmark], parse(["--eval-n", "1"])
+    evaluated = evaluate(sampler.engine, sets, TOKENIZER, sampler.grader, sampler.sampling, args)
     value = results["samples"]["avg@1"]["value"]
     assert value == pytest.approx(evaluated["eval/mine/greedy"]) and 0 < value <= 12 / 13
     assert all(score["value"] == pytest.approx(value) for score in results["votes"].values())
