@@ -58,7 +58,7 @@ class RunLog(contextlib.AbstractContextManager):
 
     def __init__(self, args: Args, name: str, resumed_step: int | None = None) -> None:
         self.args, self.folder, self.write = args, Path(args.output), rank() == 0
-        self.warnings, self.last_group = Warnings(), []
+        self.warned, self.last_group = False, []
         if self.write:
             self.folder.mkdir(parents=True, exist_ok=True)
             for file in ("metrics.jsonl", "rollouts.jsonl"):
@@ -99,34 +99,24 @@ class RunLog(contextlib.AbstractContextManager):
         rate = metrics["tokens_generated"] / metrics["time_generate"]
         self.bar.set_postfix_str(f"reward {metrics['reward']:.2f}, kept {metrics['keep_ratio']:.2f}, {rate:,.0f} tok/s")
         self.bar.update()
-        if warning := self.warnings.find(metrics, rollouts):
-            self.bar.write(f"{Path(sys.argv[0]).name}: warning: {warning}", file=sys.stderr)
+        if not self.warned and (fault := find_fault(rollouts)):
+            self.warned = True
+            self.bar.write(f"{Path(sys.argv[0]).name}: warning: {fault}", file=sys.stderr)
 
 
-class Warnings:
-    """One warning a run when nothing can be learnt: what is wrong, an example, the flag that helps."""
-
-    def __init__(self) -> None:
-        self.zeros, self.warned = 0, False
-
-    def find(self, metrics: Metrics, rollouts: list[Rollout]) -> str | None:
-        judged = [r for r in rollouts if r.verdict is not None]
-        silent = [r for r in judged if r.verdict == "no answer"]
-        cut = [r for r in judged if r.finish == "length"]
-        self.zeros = self.zeros + 1 if metrics["reward"] == 0 else 0
-        if self.warned or not judged:
-            return None
-        if len(cut) > 0.8 * len(judged):
-            what, example = f"{len(cut)} of {len(judged)} survivors were cut off; raise --max-length", cut[0]
-        elif len(silent) > 0.8 * len(judged):
-            what, example = f"{len(silent)} of {len(judged)} survivors give no answer; see --instruction", silent[0]
-        elif self.zeros == 3:
-            what, example = "all rewards of three successive steps are 0; an easier --dataset may help", judged[0]
-        else:
-            return None
-        self.warned = True
-        lines = example.tail.strip().splitlines()
-        return f"{what}. One of them ends: {lines[-1] if lines else ''!r}"
+def find_fault(rollouts: list[Rollout]) -> str | None:
+    """Why a step has nothing to learn from, if it is the responses: what is wrong, the flag that helps, an example."""
+    judged = [r for r in rollouts if r.verdict is not None]
+    faults = {
+        "were cut off; raise --max-length": [r for r in judged if r.finish == "length"],
+        "give no answer; see --instruction": [r for r in judged if r.verdict == "no answer"],
+    }
+    for fault, found in faults.items():
+        if len(found) > 0.8 * len(judged):
+            lines = found[0].tail.strip().splitlines()
+            end = lines[-1] if lines else ""
+            return f"{len(found)} of {len(judged)} survivors {fault}. One of them ends: {end!r}"
+    return None
 
 
 def rollout_rows(step: int, prompts: dict[int, Prompt], rollouts: Iterable[Rollout]) -> list[dict]:

@@ -13,7 +13,7 @@ from engine import Rollout
 from support.args import parse
 from support.data import Problem, Prompt
 from support.metrics import rollout_metrics
-from support.report import RunLog, Warnings, plot_reward, plot_rollouts, rollout_rows, summary
+from support.report import RunLog, find_fault, plot_reward, plot_rollouts, rollout_rows, summary
 from support.show import load_metrics
 
 
@@ -133,29 +133,27 @@ def graded(verdict: str, finish: str = "stop", tail: str = "") -> Rollout:
     return Rollout(1, token_ids=[0], finish=finish, verdict=verdict, reward=reward, tail=tail)
 
 
-def warnings_of(*steps: list[Rollout]) -> list[str | None]:
-    """What is said after each of these steps of one run."""
-    watch = Warnings()
-    return [watch.find(rollout_metrics(rollouts, 4), rollouts) for rollouts in steps]
-
-
-def test_a_run_that_learns_nothing_says_so_once() -> None:
-    """Which of the three it is, how a rollout ends, and the flag that helps; then no more."""
-    wrong, right = [graded("wrong", tail="so\n\\boxed{3}")] * 5, [graded("right")]
-    said = warnings_of(wrong, wrong, wrong, wrong)
-    assert said[:2] == [None, None] and said[3] is None
-    assert "all rewards of three" in said[2] and "--dataset" in said[2] and "boxed{3}" in said[2]
-    silent = warnings_of([graded("no answer", tail="first\nthe answer is 7")] * 9 + right)[0]
+def test_a_step_that_has_nothing_to_learn_from_says_why() -> None:
+    """Which of the two it is, how a rollout ends, and the flag that helps."""
+    right = [graded("right")]
+    silent = find_fault([graded("no answer", tail="first\nthe answer is 7")] * 9 + right)
     assert "9 of 10 survivors give no answer" in silent and "--instruction" in silent and "the answer is 7" in silent
-    cut = warnings_of([graded("no answer", "length", "and then")] * 9 + right)[0]
+    cut = find_fault([graded("no answer", "length", "and then")] * 9 + right)
     assert "9 of 10 survivors were cut off" in cut and "--max-length" in cut and "and then" in cut
 
 
-def test_a_run_that_learns_is_left_alone() -> None:
-    """Two dead steps in a row, a fifth of right ones, a grader's time-outs: none of it is a warning."""
-    wrong, right = [graded("wrong")] * 4, [graded("right")]
-    assert warnings_of(wrong, wrong, wrong + right, wrong, wrong) == [None] * 5
-    assert warnings_of([graded("no answer")] * 8 + right * 2, [Rollout(1, finish="pruned")]) == [None] * 2
+def test_a_step_that_can_be_learnt_from_is_left_alone() -> None:
+    """Wrong answers, a fifth of right ones, a grader's time-outs: none of it is a warning."""
+    assert find_fault([graded("wrong")] * 4) is None
+    assert find_fault([graded("no answer")] * 8 + [graded("right")] * 2) is None
+    assert find_fault([Rollout(1, finish="pruned")]) is None
+
+
+def test_a_run_warns_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(parse(["--output", str(tmp_path), "--steps", "2"]), "run") as log:
+        for step in (1, 2):
+            log.step(METRICS | {"step": step}, PROMPTS, [graded("no answer")])
+    assert capsys.readouterr().err.count("1 of 1 survivors give no answer") == 1
 
 
 def test_a_picture_of_every_kind_of_rollout(tmp_path: Path) -> None:
