@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROLLOUT_FIELDS = "group sample finish tail answer verdict score posterior survival advantage".split()
-COLORS = {"right": "tab:green", "wrong": "tab:red", "no answer": "tab:orange", None: "lightgray"}
+COLORS = {"right": "tab:green", "wrong": "tab:red", "no answer": "tab:orange", "pruned": "lightgray"}
 
 
 class Clock:
@@ -213,16 +213,12 @@ def _median(lines: list[Metrics], key: str) -> float:
 
 @contextlib.contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Axes]:
-    """Draw in the block, without a screen; then the PNG is written."""
-    import matplotlib
+    """Draw in the block; then the PNG is written."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-    yield axes
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    figure = Figure((width, height), dpi=150, layout="constrained")
+    yield figure.subplots()
+    figure.savefig(path)
 
 
 def plot_reward(runs: dict[str, list[Metrics]], path: Path) -> None:
@@ -232,37 +228,34 @@ def plot_reward(runs: dict[str, list[Metrics]], path: Path) -> None:
             steps = [m for m in lines if "reward" in m]
             seconds, reward = [m["wall_clock"] for m in steps], [m["reward"] for m in steps]
             smooth = [statistics.mean(reward[max(0, i - 4) : i + 1]) for i in range(len(reward))]
-            axes.plot(seconds, reward, color=color, alpha=0.3, linewidth=0.8)
+            axes.plot(seconds, reward, color=color, linewidth=0.3)
             axes.plot(seconds, smooth, color=color, linewidth=2, label=name)
         axes.set(xlabel="wall-clock time of training (s)", ylabel="mean reward of all rollouts")
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
+        axes.legend()
 
 
 def plot_rollouts(rows: list[dict], detect_length: int, path: Path) -> None:
-    """A group of rollouts: a bar over the tokens of each, grey and cut off where it was pruned.
+    """A group of rollouts: a bar over the tokens of each, grey where it was pruned.
 
-    rows: lines of rollouts.jsonl, see `report.rollout_rows`. Beside a bar, where it was scored:
-    score s', posterior q, survival probability p.
+    rows: lines of rollouts.jsonl, see `rollout_rows`. Beside a bar the rollout's number and, where
+    it was scored: score s', posterior q, survival probability p.
     """
-    longest, seen = max(detect_length, *(row["tokens"] for row in rows)), set()
+    kinds = ["pruned" if row["pruned"] else row["verdict"] or "not judged" for row in rows]
+    labels = []
+    for row in rows:
+        numbers = zip(("s′", "q", "p"), (row["score"], row["posterior"], row["survival"]))
+        found = [f"{symbol} {value:.2f}  " for symbol, value in numbers if value is not None]
+        labels.append(f"{''.join(found)}{row['sample']:3d}")
     with picture(path, 9, 1.2 + 0.3 * len(rows)) as axes:
-        for place, row in enumerate(rows):
-            kind = "pruned" if row["pruned"] else row["verdict"] or "not judged"
-            color = COLORS.get(row["verdict"], "tab:purple")
-            axes.barh(place, row["tokens"], 0.7, color=color, label=None if kind in seen else kind)
-            seen.add(kind)
-            if row["pruned"]:
-                axes.plot(row["tokens"], place, marker="x", color="black")
-            if row["score"] is not None:
-                numbers = f"s′ {row['score']:.2f}   q {row['posterior']:.2f}   p {row['survival']:.2f}"
-                axes.text(1.02 * longest, place, numbers, va="center", family="monospace", fontsize=8)
-        axes.axvline(detect_length, color="black", linestyle=":", linewidth=1)
-        axes.set(xlim=(0, 1.4 * longest), xlabel="tokens (dotted: L_detect)")
-        axes.set_yticks(range(len(rows)), [str(row["sample"]) for row in rows], fontsize=8)
-        axes.set(ylabel="rollout", title=f"step {rows[0]['step']}: {rows[0]['prompt']}"[:100])
+        for kind in dict.fromkeys(kinds):
+            places = [place for place, other in enumerate(kinds) if other == kind]
+            tokens = [rows[place]["tokens"] for place in places]
+            axes.barh(places, tokens, color=COLORS.get(kind, "tab:purple"), label=kind)
+        axes.axvline(detect_length, color="black", linestyle=":")
+        axes.set_yticks(range(len(rows)), labels, family="monospace")
+        axes.set(xlabel="tokens (dotted: L_detect)", title=f"step {rows[0]['step']}: {rows[0]['prompt']}"[:100])
         axes.invert_yaxis()
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8, frameon=False)
+        axes.figure.legend(loc="outside lower center", ncols=5)
 
 
 def plot_votes(name: str, sizes: list[int], curve: dict[str, list[float]], path: Path) -> None:
@@ -270,9 +263,9 @@ def plot_votes(name: str, sizes: list[int], curve: dict[str, list[float]], path:
     strong = {"majority": "black", "ARRoL": "tab:red", "oracle": "gray"}
     with picture(path, 8, 5) as axes:
         for rule, values in curve.items():
-            width, style = 2.5 if rule in strong else 1, "--" if "top" in rule else "-"
-            axes.plot(sizes, values, style, marker=".", color=strong.get(rule), linewidth=width, label=rule)
+            style = "--" if "top" in rule else "-"
+            axes.plot(sizes, values, style, color=strong.get(rule), linewidth=2.5 if rule in strong else 1, label=rule)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, sizes)
         axes.set(xlabel="candidates per problem", ylabel="accuracy", title=name)
-        axes.legend(fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
+        axes.figure.legend(loc="outside right upper", fontsize=8)
