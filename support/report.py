@@ -13,9 +13,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from engine import Rollout
@@ -24,9 +25,6 @@ from support.data import Prompt
 from support.distributed import gather, rank
 from support.metrics import Metrics
 from support.show import aligned, load_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 ROLLOUT_FIELDS = "group sample finish tail answer verdict score posterior survival advantage".split()
 COLORS = {"right": "tab:green", "wrong": "tab:red", "no answer": "tab:orange", "pruned": "lightgray"}
@@ -214,8 +212,6 @@ def _median(lines: list[Metrics], key: str) -> float:
 @contextlib.contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Axes]:
     """Draw in the block; then the PNG is written."""
-    from matplotlib.figure import Figure
-
     figure = Figure((width, height), dpi=150, layout="constrained")
     yield figure.subplots()
     figure.savefig(path)
