@@ -126,8 +126,7 @@ def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
     """Sampling and pruning. What is said of pruned rollouts is estimated.
 
     Ratios and lengths are those of the scored survivors, each weighted by 1 / p (it stands for the
-    1 / p that arrived). That a group had no variance is a chance, from how many survivors agree:
-    by Laplace's rule of succession (n + 1) / (n + m + 1) for n that are alike and m pruned siblings.
+    1 / p that arrived).
     """
     judged = [r for r in rollouts if r.reward is not None]
     pruned = [r for r in rollouts if r.finish == "pruned"]
@@ -141,9 +140,7 @@ def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
     groups: dict[int, list[float]] = {r.group: [] for r in rollouts}
     for r in judged:
         groups[r.group].append(r.reward)
-    lost = Counter(r.group for r in pruned)
-    alike = {group: rewards for group, rewards in groups.items() if len(set(rewards)) < 2}
-    chances = [(len(rewards) + 1) / (len(rewards) + lost[group] + 1) for group, rewards in alike.items()]
+    alike = sum(len(set(rewards)) < 2 for rewards in groups.values())
     means = [sum(rewards) / len(rewards) for rewards in groups.values() if rewards]
     estimated = arrived if scored else 0
     return {
@@ -156,8 +153,7 @@ def rollout_metrics(rollouts: list[Rollout], detect_length: int) -> Metrics:
         "positive_kept": _ratio(sum(r.reward for r, _ in scored), len(scored)),
         "rho_mean": _ratio(sum(means), len(means)),
         "rho_variance": _ratio(sum(m * (1 - m) for m in means), len(means)),
-        "zero_variance_before": _ratio(sum(chances), len(groups)),
-        "zero_variance_after": _ratio(len(alike), len(groups)),
+        "zero_variance_after": _ratio(alike, len(groups)),
         "tokens_generated": sum(len(r.token_ids) for r in rollouts),
         "tokens_saved": beyond * len(pruned) if pruned else 0.0,
         "tokens_late": sum(r.late for r in rollouts),
