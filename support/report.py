@@ -190,8 +190,9 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
     there is such a step.
     """
     table = [["median of a step", *runs, "ratio" if len(runs) > 1 else ""]]
+    steps = [[m for m in lines if m.get("pruning")] or [m for m in lines if m["step"] > 0] for lines in runs.values()]
     for label, (key, form, compared) in ROWS.items():
-        values = [_median(lines, key) for lines in runs.values()]
+        values = [statistics.median([m[key] for m in lines if key in m] or [math.nan]) for lines in steps]
         comparable = compared and len(runs) > 1 and all(value > 0 for value in values)
         ratio = f"{values[0] / values[-1]:.2f}x" if comparable else ""
         table.append([label, *("-" if math.isnan(value) else format(value, form) for value in values), ratio])
@@ -201,12 +202,6 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
     for name, m in evaluated:
         scores.append([name, f"{m['step']:.0f}", *(f"{m[key]:.3f}" if key in m else "-" for key in keys)])
     return aligned(table) + (f"\n\n{aligned(scores)}" if keys else "")
-
-
-def _median(lines: list[Metrics], key: str) -> float:
-    steps = [m for m in lines if m.get("pruning")] or [m for m in lines if m["step"] > 0]
-    values = [m[key] for m in steps if key in m]
-    return statistics.median(values) if values else math.nan
 
 
 @contextlib.contextmanager
