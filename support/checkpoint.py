@@ -135,4 +135,4 @@ def load_head(path: Path) -> tuple[QualityHead, Tensor, Tensor | None, int]:
         finished = posterior_table(*ended, alpha) if all(count.any() for count in ended) else None
         return head, posterior_table(*counts, alpha), finished, int(notes["detect_length"])
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path}: it holds no quality head ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"--head {path}: it holds no quality head ({str(error).splitlines()[0]})") from error

@@ -59,9 +59,6 @@ class Sampler:
         hidden_size = config.get_text_config().hidden_size
         try:
             head, self.table, self.finished, trained_at = load_head(Path(args.head)) if args.head else [None] * 4
-        except ValueError as error:
-            fail(f"--head {error}")
-        try:
             benchmark = evaluation.load_benchmark(args.data, "--data")
             training = data.load(args.trained_on)[0] if args.trained_on else []
             self.report = benchmark.prepare(tokenizer, args, training)
