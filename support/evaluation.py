@@ -78,8 +78,6 @@ def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
         elif hub and not file:
             remedy = f"fetch its file by other means and write {name}=FILE"
             problems, source = data.read(hub, name, strict=True, split=split, remedy=remedy)
-        elif "=" in spec and not hub and not Path(spec).is_file():
-            raise DataError(spec, f"no set is known as {name!r}", known)
         elif not data.is_file(file):
             raise DataError(spec, "neither a known set nor a file nor sums", known)
         else:

@@ -173,7 +173,7 @@ def test_a_bad_cell_is_named_with_its_row_and_column(tmp_path: Path, ending: str
     "spec, message",
     [
         ("math50", "math50: neither a known set nor a file nor sums; write one of math500, .*sums"),
-        ("mine=rows.jsonl", "mine=rows.jsonl: no set is known as 'mine'; write one of math500, "),
+        ("mine=rows.jsonl", "mine=rows.jsonl: No such file, or not a readable one; name a file"),
         ("amc23=rows", "amc23=rows: neither a known set nor a file nor sums; "),
         ("amc23=missing.jsonl", "missing.jsonl: No such file, or not a readable one; name a file"),
         ("missing.parquet", "missing.parquet: No such file, or not a readable one; name a file"),
