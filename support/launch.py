@@ -57,13 +57,12 @@ def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[d
                 # Not the run's seed: runs are compared on the same held-out problems.
                 random.Random(0).shuffle(problems)
                 cut = min(args.eval_problems, len(problems) // 10)
-                sets.append(Benchmark(name, problems[:cut], "avg", "the training set"))
+                sets += [Benchmark(name, problems[:cut], "avg", "the training set")] if cut else []
                 problems = problems[cut:]
             elif args.eval_problems or not sums_range(source):
                 found = load_benchmark(source, "--eval-data", args.eval_problems)
                 sets.append(dataclasses.replace(found, name=name or found.name))
         prompts, dropped = data.tokenize(problems, tokenizer, args)
-        sets = [chosen for chosen in sets if chosen.problems]
         reports = [chosen.prepare(tokenizer, args, problems) for chosen in sets]
     except ValueError as error:
         fail(str(error))
