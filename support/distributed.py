@@ -95,19 +95,17 @@ def gather_rollouts(rollouts: list[Rollout]) -> list[Rollout]:
     if world_size() == 1:
         return rollouts
     own = {(r.group, r.sample): r for r in rollouts}
-    stubs = [_stub(r) for r in (rollouts if rank() % _tp == 0 else [])]
+    stubs = []
+    for r in rollouts if rank() % _tp == 0 else []:
+        # States are copied: a view would be sent with all of its tensor.
+        detect, last = (None if state is None else state.clone() for state in (r.detect_state, r.last_state))
+        tokens = range(len(r.token_ids))
+        stubs.append(dataclasses.replace(r, token_ids=tokens, logprobs=[], detect_state=detect, last_state=last))
     for number, r in enumerate(r for r in rollouts if r.reward is not None):
         if number % _tp != rank() % _tp:
             r.token_ids, r.logprobs = range(len(r.token_ids)), []
     merged = sorted(itertools.chain.from_iterable(gather(stubs)), key=lambda r: (r.group, r.sample))
     return [own.get((r.group, r.sample), r) for r in merged]
-
-
-def _stub(r: Rollout) -> Rollout:
-    """What other ranks learn of a rollout. States are copied: a view would be sent with all of its tensor."""
-    detect, last = (None if state is None else state.clone() for state in (r.detect_state, r.last_state))
-    tokens = range(len(r.token_ids))
-    return dataclasses.replace(r, token_ids=tokens, logprobs=[], detect_state=detect, last_state=last)
 
 
 class SharedDecisions:
