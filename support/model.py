@@ -110,19 +110,18 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
 
 
 def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> contextlib.closing[Engine]:
-    """The engine that the flags ask for, to be entered within the process group, which it uses to its end."""
+    """The engine that the flags ask for, to be entered within the process group, which it uses to its end.
+
+    What vLLM raises ends the program with one sentence, with the flag of ours to change.
+    """
     options = args.select("model detect_length max_num_seqs gpu_memory_utilization kv_cache_gb verbose")
     options |= {"max_model_len": args.max_length, "tensor_parallel": tp}
     try:
         return contextlib.closing(Engine(vocabulary=vocabulary, dtype=working_dtype(device), **options))
-    except Exception as error:  # whatever vLLM raises
+    except Exception as raised:  # whatever vLLM raises
         if args.verbose:
             raise
-        fail(_why_no_engine(f"{type(error).__name__}: {error}", args, device))
-
-
-def _why_no_engine(error: str, args: SamplingArgs, device: torch.device) -> str:
-    """One sentence on what vLLM raised while the engine was built, with the flag of ours to change."""
+        error = f"{type(raised).__name__}: {raised}"
     flag = "gpu_memory_utilization" if device.type == "cuda" else "kv_cache_gb"
     room = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
     for pattern, sentence in {
@@ -133,12 +132,12 @@ def _why_no_engine(error: str, args: SamplingArgs, device: torch.device) -> str:
         "tensor parallel": "--tp: this model cannot be cut into so many parts",
     }.items():
         if re.search(pattern, error):
-            return sentence
+            fail(sentence)
     # If the checkpoint is the cause, this ends the program.
     load(args.model)
     # Pydantic says it on its second line.
     reason = re.search(r"Value error, (.*?)(?:\. |\n|\[type|$)", error)
-    return f"--model {args.model}: vLLM cannot run it: {reason[1] if reason else error.splitlines()[0]}"
+    fail(f"--model {args.model}: vLLM cannot run it: {reason[1] if reason else error.splitlines()[0]}")
 
 
 def load(name: str, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
