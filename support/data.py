@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
+REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it; of a known set write NAME=FILE"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def load(source: str, seed: int = 0, config: str = "", split: str = "train") -> 
         if wanted:
             problems, report = sums(seed=seed, **wanted), f"{source}: {wanted['count']} sums"
         else:
-            problems, report = read(source, Path(source).name, config=config, split=split)
+            problems, report = read(source, Path(source).name, strict=False, config=config, split=split)
         if not problems:
             raise DataError(source, f"no usable problem in it ({report})", "name another data set")
     except ValueError as error:
@@ -69,9 +69,7 @@ class DataError(ValueError):
         super().__init__(f"{place}: {' '.join(str(fault).split())[:500]}; {remedy}")
 
 
-def read(
-    source: str, name: str, *, strict: bool = False, config: str = "", split: str = "train", remedy: str = REMEDY
-) -> tuple[list[Problem], str]:
+def read(source: str, name: str, strict: bool, config: str = "", split: str = "train") -> tuple[list[Problem], str]:
     """A .jsonl, .json or .parquet file, or the `config` and `split` of a folder or hub id.
 
     Gives the problems, in order, with ids from `name`, and a line on what was read and dropped.
@@ -82,7 +80,7 @@ def read(
     by_hand = is_file(source) and not source.lower().endswith(".parquet")
     kept: dict[str, Problem] = {}
     times, dropped, conflicting, columns = Counter(), Counter(), set(), ()
-    rows = _json(source) if by_hand else _arrow(source, config, split, remedy)
+    rows = _json(source) if by_hand else _arrow(source, config, split)
     for number, (place, row) in enumerate(rows, 1):
         columns = columns_of(row, place)
         text, answer = unwrap(_text(row[columns[0]])), gold_text(row[columns[1]], columns[1])
@@ -143,13 +141,13 @@ def _json(source: str) -> Iterator[tuple[str, dict[str, object]]]:
                 yield place, row
 
 
-def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[tuple[str, dict[str, object]]]:
+def _arrow(source: str, config: str, split: str) -> Iterator[tuple[str, dict[str, object]]]:
     """The same of a parquet file, a folder or a set on the hub, all by datasets."""
     import datasets
 
     # It also raises what it logs.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    what: dict[str, object] = {"path": source, "name": config or None, "split": split}
+    what, remedy = {"path": source, "name": config or None, "split": split}, REMEDY
     if is_file(source):
         what, remedy = {"path": "parquet", "data_files": source, "split": "train"}, "write the parquet file anew"
     with tempfile.TemporaryDirectory() as folder:

@@ -76,8 +76,7 @@ def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
         if wanted := tiny.sums.asked(spec, "test", sums_problems):
             name, problems, source = "sums", data.sums(seed=0, **wanted), f"held-out sums ({spec})"
         elif hub and not file:
-            remedy = f"fetch its file by other means and write {name}=FILE"
-            problems, source = data.read(hub, name, strict=True, split=split, remedy=remedy)
+            problems, source = data.read(hub, name, strict=True, split=split)
         elif not data.is_file(file):
             raise DataError(spec, "neither a known set nor a file nor sums", known)
         else:

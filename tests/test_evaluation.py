@@ -96,7 +96,7 @@ def test_a_known_set_comes_from_the_hub_or_from_a_local_copy_and_is_the_same(
     with pytest.raises(ValueError, match="^--data .*copy.jsonl: 2 rows, where amc23 has 3; "):
         load_benchmark(f"amc23={write(tmp_path / 'copy.jsonl', ROWS[:2])}", "--data")
     monkeypatch.setitem(KNOWN, "amc23", (str(tmp_path / "hub"), "validation", 3, "pass@16"))
-    with pytest.raises(ValueError, match="^--data .*: .*split: validation.*; .*amc23=FILE"):
+    with pytest.raises(ValueError, match="^--data .*: .*split: validation.*; .*NAME=FILE"):
         load_benchmark("amc23", "--data")
 
 
