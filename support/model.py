@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedModel as Model
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import Engine, Sampling
@@ -30,9 +31,6 @@ from grpo import Policy, Sample, SamplerGapError, all_reduce, frozen_logprobs, p
 from grpo import shard as shard_policy
 from support import data, distributed, memory
 from support.args import Args, SamplingArgs, fail
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # What the proof compares: so many prompts, at most so much of each, and responses of so many tokens.
 PROMPTS, PROMPT_TOKENS, SAMPLES, TOKENS = 2, 64, 4, 16
@@ -43,7 +41,7 @@ ROUNDING = 1e-3
 FLIPPED = 512
 
 
-def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[int], PreTrainedConfig]:
+def load_tokenizer(args: SamplingArgs) -> tuple[Tokenizer, list[int], PreTrainedConfig]:
     """The model's tokenizer, the ids that end a response, and its config."""
     try:
         config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
@@ -62,7 +60,7 @@ def load_tokenizer(args: SamplingArgs) -> tuple[PreTrainedTokenizerBase, list[in
     return tokenizer, data.stop_token_ids(tokenizer, config, generation_config), config
 
 
-def vocabulary(tokenizer: PreTrainedTokenizerBase, stop_token_ids: list[int], config: PreTrainedConfig) -> int:
+def vocabulary(tokenizer: Tokenizer, stop_token_ids: list[int], config: PreTrainedConfig) -> int:
     """One more than the highest id that means something; rows of lm_head after that are padding."""
     return min(max(*tokenizer.get_vocab().values(), *stop_token_ids) + 1, config.get_text_config().vocab_size)
 
@@ -138,7 +136,7 @@ def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: i
     fail(f"--model {args.model}: vLLM cannot run it: {reason[1] if reason else error.splitlines()[0]}")
 
 
-def load(name: str, dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
+def load(name: str, dtype: torch.dtype | str = torch.float32) -> Model:
     """The model; ends the program unless the checkpoint has its parameters, and no others."""
     try:
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -177,7 +175,7 @@ def load_policy(args: Args, device: torch.device, vocabulary: int, frozen: bool 
     return shard_policy(policy, device, checkpointing, offload=args.offload).requires_grad_(not frozen)
 
 
-def full_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def full_weights(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The weights of all ranks, named and cut as in a checkpoint: transformers fuses the experts of a layer."""
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
