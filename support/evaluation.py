@@ -30,7 +30,6 @@ KNOWN = {
     "aime24": ("HuggingFaceH4/aime_2024", "train", 30, "pass@16"),
     "aime25": ("math-ai/aime25", "test", 30, "pass@16"),
 }
-PASS_K = 16
 
 
 @dataclass
@@ -62,10 +61,8 @@ class Benchmark:
 def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
     """The evaluation set that `spec` asks for, with every row of it, in its own order.
 
-    `spec` is the name of a known set (`math500`, read from the hub), `NAME=FILE` (a local copy of
-    it, with as many rows), a .jsonl, .json or .parquet file, or `sums` or `sums:2-3:20` (up to
-    `sums_problems` of the held-out sums, the same whatever the run's seed). Raises ValueError, a
-    sentence that names `flag`, the row and its column, and the remedy.
+    `spec` is as `args.SETS` says; of sums these are the held-out ones, the same whatever the run's
+    seed. Raises ValueError, a sentence that names `flag`, the row and its column, and the remedy.
     """
     name, _, file = spec.partition("=")
     hub, split, rows, metric = KNOWN.get(name, ("", "train", 0, "avg"))
@@ -162,12 +159,12 @@ def evaluate(
     metrics: dict[str, float] = {}
     sampling = replace(sampling, temperature=args.eval_temperature, top_p=args.eval_top_p)
     for chosen in sets:
-        samples = max(args.eval_n, PASS_K) if chosen.metric == f"pass@{PASS_K}" else args.eval_n
+        samples = max(args.eval_n, 16) if chosen.metric == "pass@16" else args.eval_n
         prompts, size = dict(enumerate(chosen.prompts)), len(chosen.problems)
         counts = right(prompts, samples, sampling)
         scores = {f"avg@{samples}": sum(counts) / (samples * size)}
-        if samples >= PASS_K:
-            scores[f"pass@{PASS_K}"] = sum(pass_at_k(samples, count, PASS_K) for count in counts) / size
+        if samples >= 16:
+            scores["pass@16"] = sum(pass_at_k(samples, count, 16) for count in counts) / size
         scores["greedy"] = sum(right(prompts, 1, replace(sampling, temperature=0.0, top_p=1.0))) / size
         metrics |= {f"eval/{chosen.name}/{key}": value for key, value in scores.items()}
     return metrics
