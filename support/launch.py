@@ -69,10 +69,10 @@ def load_prompts(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[d
     for name, count in Counter(chosen.name for chosen in sets).items():
         if count > 1:
             fail(f"--eval-data: {count} sets are called {name}, as are their scores; rename a file or leave one out")
+    line += f"; {dropped} dropped as longer than --max-prompt {args.max_prompt}; {len(prompts)} prompts"
     if not prompts:
-        too_long = f"{dropped} longer than --max-prompt {args.max_prompt}"
-        fail(f"--dataset {args.dataset}: no prompt is left to train on ({line}; {too_long})")
-    print0(f"{line}; {dropped} dropped as longer than {args.max_prompt} tokens; {len(prompts)} prompts")
+        fail(f"--dataset {args.dataset}: no prompt is left to train on ({line})")
+    print0(line)
     for report in reports:
         print0(f"evaluation: {report}")
     return prompts, sets
