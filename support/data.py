@@ -274,8 +274,6 @@ def tokenize(problems: list[Problem], tokenizer: Tokenizer, args: SamplingArgs) 
     any, each with a newline. No prompt starts with two BOS, also if template and tokenizer add one.
     Raises ValueError for a problem without a token, and thinking that the template has no switch for.
     """
-    if not problems:
-        return [], 0
     texts = [f"{problem.text}\n{args.instruction}" if args.instruction else problem.text for problem in problems]
     bos, prompts = tokenizer.bos_token_id, []
     if tokenizer.chat_template:
