@@ -49,19 +49,13 @@ def test_easy_prompts_are_not_good_rollouts() -> None:
 
 
 def test_metrics_of_odd_input() -> None:
-    """MedicalGPT#263: one class or nothing at all raise no exception.
-
-    Logits and NaN are not taken for scores.
-    """
+    """MedicalGPT#263: one class or nothing at all raise no exception."""
     one = head_metrics(torch.tensor([0.2, 0.9]), torch.ones(2), torch.zeros(2, dtype=torch.int64))
     assert math.isnan(one["auc"]) and one["base_rate"] == 1 and one["accuracy"] == 0.5
     empty = head_metrics(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64))
     assert all(math.isnan(value) for value in empty.values())
     mostly_wrong = head_metrics(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1, 0, 0, 0]), torch.zeros(4))
     assert mostly_wrong["base_rate"] == 0.75 and mostly_wrong["accuracy"] == 1
-    for wrong in (3.0, -2.0, math.nan):
-        with pytest.raises(ValueError, match="sigmoid"):
-            head_metrics(torch.tensor([0.5, wrong]), torch.tensor([1, 0]), torch.tensor([0, 0]))
 
 
 # --- the posterior ----------------------------------------------------------------------------------------------------
@@ -117,9 +111,6 @@ def test_the_interval_is_made_of_binomial_quantiles() -> None:
     values = [0.0, 1.0] * 50
     assert interval(values) == (0.4, 0.6) == interval(values, seed=1)
     assert interval([0.3]) == (0.3, 0.3) and interval(values[:9], seed=4) == interval(values[:9], seed=4)
-    for bad in ([], [0.5, math.nan]):
-        with pytest.raises(ValueError, match="values"):
-            interval(bad)
 
 
 def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:
