@@ -68,8 +68,7 @@ class RunLog(contextlib.AbstractContextManager):
                 temporary.replace(self.folder / file)
         # Now that the folder is there: wandb would write elsewhere without a word.
         self.track, self.close_tracker = _tracker(args.tracker if self.write else "none", self.folder, args)
-        options = {"unit": "step", "dynamic_ncols": True, "disable": not self.write}
-        self.bar = tqdm(total=args.steps, initial=resumed_step or 0, desc=name, **options)
+        self.bar = tqdm(total=args.steps, initial=resumed_step or 0, desc=name, unit="step", disable=not self.write)
 
     def __exit__(self, *raised: object) -> None:
         self.bar.close()
