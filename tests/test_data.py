@@ -449,7 +449,6 @@ def test_prompts_that_are_too_long_are_dropped_by_their_token_count(template: st
     prompts, dropped = tokenize(problems, one, SamplingArgs(max_prompt=length))
     assert [p.problem.id for p in prompts] == ["1", "2"] and dropped == 1
     assert [len(p.token_ids) for p in prompts] == [length - 1, length]
-    assert tokenize([], one, SamplingArgs()) == ([], 0)
 
 
 def test_every_end_of_sequence_id_stops_a_response() -> None:
