@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 import tiny.sums
 from engine import Engine, Rollout, Sampling
 from support import data
-from support.args import Args, SamplingArgs
+from support.args import SETS, Args, SamplingArgs
 from support.data import DataError, Problem, Prompt
 from support.distributed import engine_number, gather_rollouts, shard
 from support.grader import Grader
@@ -68,14 +68,13 @@ def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
     hub, split, rows, metric = KNOWN.get(name, ("", "train", 0, "avg"))
     # A file's name may hold "=".
     file = file if hub else spec
-    known = f"write one of {', '.join(KNOWN)}, a .jsonl, .json or .parquet file, or sums"
     try:
         if wanted := tiny.sums.asked(spec, "test", sums_problems):
             name, problems, source = "sums", data.sums(seed=0, **wanted), f"held-out sums ({spec})"
         elif hub and not file:
             problems, source = data.read(hub, name, strict=True, split=split)
         elif not data.is_file(file):
-            raise DataError(spec, "neither a known set nor a file nor sums", known)
+            raise DataError(spec, "neither a known set nor a file nor sums", f"write one of {SETS}")
         else:
             name = name if hub else Path(spec).stem
             problems, source = data.read(file, name, strict=True)
