@@ -151,8 +151,7 @@ def run(args: Args, trainer: type) -> int:
         return 130
     except (EngineError, GraderError, NonFiniteGradients, NothingScored, SamplerGapError) as error:
         # On all ranks, or on this one alone.
-        who = f"arrol.py, rank {rank()}" if rank() else "arrol.py"
-        print(f"\n{who}: stopped: {error}\n{where_to_resume(Path(args.output))}", file=sys.stderr)
+        print(f"\narrol.py, rank {rank()}: stopped: {error}\n{where_to_resume(Path(args.output))}", file=sys.stderr)
         return 1
 
 
