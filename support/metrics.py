@@ -88,8 +88,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def interval(values: Sequence[float], seed: int = 0, resamples: int = 10_000) -> tuple[float, float]:
     """Percentile bootstrap of the mean: the middle 95% of the means of resampled `values`.
 
-    One value per problem; the samples of a problem are not resampled. Equal values give an interval
-    of width 0, which proves nothing.
+    One value per problem. Equal values give an interval of width 0, which proves nothing.
     """
     data = np.asarray(values, np.float64)
     # Ten at a time: all at once would not fit in memory, one by one is slow.
