@@ -1,6 +1,7 @@
-"""What a run has written, read without torch: a group of its rollouts as a table.
+"""What a run has written, read without torch: its rollouts as a table, or those of two runs side by side.
 
     python -m support.show runs/NAME --step 20 [--group 320]
+    python -m support.show runs/NAME/baseline runs/NAME
 
 score: s'. q: its posterior. p: its survival probability. Rollouts that ended by L_detect have none.
 """
@@ -8,6 +9,7 @@ score: s'. q: its posterior. p: its survival probability. Rollouts that ended by
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -78,10 +80,13 @@ def one_line(text: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("runs", type=Path, nargs="+", help="one run folder or two")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--group", type=int, help="default: the first of the step; of others see --log-rollouts all")
     args = parser.parse_args()
-    width = shutil.get_terminal_size((160, 24)).columns
-    for line in table(args.run, read(args.run, args.step, args.group), width):
-        print(line.rstrip())
+    if len(args.runs) > 2:
+        fail(f"{args.runs[2]}: two runs fit side by side, no more")
+    width = (shutil.get_terminal_size((160, 24)).columns - 3 * (len(args.runs) - 1)) // len(args.runs)
+    tables = [table(run, read(run, args.step, args.group), width) for run in args.runs]
+    for line in itertools.zip_longest(*tables, fillvalue=""):
+        print(" | ".join(cell.ljust(width) for cell in line).rstrip())

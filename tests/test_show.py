@@ -74,11 +74,14 @@ def test_the_newest_step_and_another_group(folder: Path) -> None:
     assert "step 2, group 7: 2 " in lines(folder)[0] and "step 2, group 8: 1 " in lines(folder, "--group", 8)[0]
 
 
-def test_lines_are_as_long_as_the_terminal_is_wide(folder: Path) -> None:
+def test_two_runs_side_by_side(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
     rows = rollout_rows(1, PROMPTS, [Rollout(8, 5, [0] * 3, finish="stop", verdict="right", tail="x" * 200)])
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = lines(folder, columns=90)
-    assert table[-1].endswith("xxx") and len(table[-1]) == 90 == max(map(len, table))
+    (other / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = lines(folder, other, "--step", 1, columns=203)
+    assert all(row[100:103] == " | " and len(row) <= 203 for row in table if len(row) > 103) and len(table) == 9
+    assert table[5][:100].split()[0] == "0" and table[5][103:].split()[0] == "5" and table[5].endswith("xxx")
+    assert [row.split()[0] for row in table[5:]] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,7 @@ def test_lines_are_as_long_as_the_terminal_is_wide(folder: Path) -> None:
             "{folder}/broken",
             "broken/rollouts.jsonl: it cannot be read, or not all of its lines are rollouts of arrol.py",
         ),
+        ("{folder} {folder} {folder}", "two runs fit side by side"),
     ],
 )
 def test_errors_are_one_sentence(folder: Path, flags: str, words: str) -> None:
