@@ -1,6 +1,6 @@
 """What a run has written, read without torch: its rollouts as a table, or those of two runs side by side.
 
-    python -m support.show runs/NAME --step 20 [--group 320]
+    python -m support.show runs/NAME --step 20 [--group 320] [--wrong] [--pruned]
     python -m support.show runs/NAME/baseline runs/NAME
 
 score: s'. q: its posterior. p: its survival probability. Rollouts that ended by L_detect have none.
@@ -55,8 +55,8 @@ def read(folder: Path, step: int | None, group: int | None) -> list[dict]:
     return steps[step][group]
 
 
-def table(folder: Path, rows: list[dict], width: int) -> list[str]:
-    """Lines of at most `width` characters."""
+def table(folder: Path, rows: list[dict], asked: list[str], width: int) -> list[str]:
+    """Lines of at most `width` characters. asked: "wrong" and "pruned" show such rollouts alone."""
 
     def cells(row: dict) -> list[str]:
         numbers = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("score", "posterior", "survival")]
@@ -64,11 +64,13 @@ def table(folder: Path, rows: list[dict], width: int) -> list[str]:
         answer = "-" if row["answer"] is None else one_line(row["answer"])[:20]
         return [str(row["sample"]), *numbers, kept, verdict, answer, str(row["tokens"])]
 
-    left = aligned([COLUMNS, *map(cells, rows)]).splitlines()
+    kinds = {"wrong": lambda row: row["verdict"] in ("wrong", "no answer"), "pruned": lambda row: row["pruned"]}
+    shown = [row for row in rows if not asked or any(kinds[name](row) for name in asked)]
+    left = aligned([COLUMNS, *map(cells, shown)]).splitlines()
     room = max(width - len(left[0]) - 2, len("tail"))
-    tails = ["tail", "", *(one_line(row["tail"])[-room:] for row in rows)]
+    tails = ["tail", "", *(one_line(row["tail"])[-room:] for row in shown)]
     first = rows[0]
-    place = f"{folder}, step {first['step']}, group {first['group']}: {len(rows)} rollouts"
+    place = f"{folder}, step {first['step']}, group {first['group']}: {len(shown)} of {len(rows)} rollouts"
     head = [place[:width], one_line(f"gold {first['gold']}, problem {first['prompt']}")[:width], ""]
     return head + [f"{cells}  {tail}" for cells, tail in zip(left, tails)]
 
@@ -83,10 +85,12 @@ if __name__ == "__main__":
     parser.add_argument("runs", type=Path, nargs="+", help="one run folder or two")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--group", type=int, help="default: the first of the step; of others see --log-rollouts all")
+    parser.add_argument("--wrong", dest="asked", action="append_const", const="wrong", default=[], help="alone")
+    parser.add_argument("--pruned", dest="asked", action="append_const", const="pruned", help="alone, or beside these")
     args = parser.parse_args()
     if len(args.runs) > 2:
         fail(f"{args.runs[2]}: two runs fit side by side, no more")
     width = (shutil.get_terminal_size((160, 24)).columns - 3 * (len(args.runs) - 1)) // len(args.runs)
-    tables = [table(run, read(run, args.step, args.group), width) for run in args.runs]
+    tables = [table(run, read(run, args.step, args.group), args.asked, width) for run in args.runs]
     for line in itertools.zip_longest(*tables, fillvalue=""):
         print(" | ".join(cell.ljust(width) for cell in line).rstrip())

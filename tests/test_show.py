@@ -49,7 +49,7 @@ def lines(*arguments: object, columns: int = 100) -> list[str]:
 def test_a_group_as_a_table(folder: Path) -> None:
     """A line for each rollout, whatever its text: no line end or escape of it reaches the terminal."""
     head, gold, empty, heading, dashes, *table = lines(folder, "--step", 1)
-    assert head.endswith("step 1, group 7: 4 rollouts") and gold == "gold 7, problem set:7" and empty == ""
+    assert head.endswith("step 1, group 7: 4 of 4 rollouts") and gold == "gold 7, problem set:7" and empty == ""
     assert set(dashes.strip()) == {"-"} and heading.split() == [
         "#",
         "score",
@@ -70,8 +70,18 @@ def test_a_group_as_a_table(folder: Path) -> None:
     assert {row[: heading.index("tail") - 2].rstrip().rfind(" ") for row in table} == {heading.index("tail") - 4}
 
 
+@pytest.mark.parametrize(
+    ("flags", "samples"),
+    [("--wrong", "23"), ("--pruned", "1"), ("--wrong --pruned", "123"), ("--group 7", "0123")],
+)
+def test_some_of_a_group(folder: Path, flags: str, samples: str) -> None:
+    """No answer is a wrong one, as its reward says."""
+    table = lines(folder, "--step", 1, *flags.split())
+    assert f"{len(samples)} of 4 rollouts" in table[0] and "".join(row.split()[0] for row in table[5:]) == samples
+
+
 def test_the_newest_step_and_another_group(folder: Path) -> None:
-    assert "step 2, group 7: 2 " in lines(folder)[0] and "step 2, group 8: 1 " in lines(folder, "--group", 8)[0]
+    assert "step 2, group 7: 2 of 2" in lines(folder)[0] and "step 2, group 8: 1 of 1" in lines(folder, "--group", 8)[0]
 
 
 def test_two_runs_side_by_side(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
