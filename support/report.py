@@ -140,7 +140,11 @@ def memory_in_use() -> float:
 
 
 def tracker_name(metric: str) -> str:
-    """A metric's name in a tracker, which groups by what stands before the slash: time/sync, train/reward."""
+    """A metric's name in a tracker, which groups by what stands before the slash.
+
+    >>> [tracker_name(name) for name in ("time_sync", "head_auc", "reward", "eval/aime24/greedy")]
+    ['time/sync', 'head/auc', 'train/reward', 'eval/aime24/greedy']
+    """
     if metric.startswith(("time_", "head_")):
         return metric.replace("_", "/", 1)
     return metric if "/" in metric else f"train/{metric}"
