@@ -26,6 +26,14 @@ from support.distributed import gather, rank
 from support.metrics import Metrics
 from support.show import aligned, load_metrics
 
+# Of metrics whose name does not begin with that of their group; the others are about rollouts.
+GROUPS = {
+    "time": "wall_clock memory_gb epoch",
+    "prune": "pruning scored pruned keep_ratio positive_scored positive_kept rho_mean rho_variance"
+    " zero_variance_after tokens_saved tokens_late",
+    "head": "prior ece scores_rejected",
+    "loss": "loss kl entropy grad_norm clip_low clip_high lr gap_mean gap_max optimizer_steps skipped nonfinite",
+}
 ROLLOUT_FIELDS = "group sample finish tail answer verdict score posterior survival advantage".split()
 COLORS = {"right": "tab:green", "wrong": "tab:red", "no answer": "tab:orange", "pruned": "lightgray"}
 
@@ -142,12 +150,15 @@ def memory_in_use() -> float:
 def tracker_name(metric: str) -> str:
     """A metric's name in a tracker, which groups by what stands before the slash.
 
-    >>> [tracker_name(name) for name in ("time_sync", "head_auc", "reward", "eval/aime24/greedy")]
-    ['time/sync', 'head/auc', 'train/reward', 'eval/aime24/greedy']
+    >>> [tracker_name(name) for name in ("keep_ratio", "time_sync", "reward", "eval/aime24/greedy")]
+    ['prune/keep_ratio', 'time/sync', 'rollout/reward', 'eval/aime24/greedy']
     """
-    if metric.startswith(("time_", "head_")):
-        return metric.replace("_", "/", 1)
-    return metric if "/" in metric else f"train/{metric}"
+    if "/" in metric:
+        return metric
+    group, _, rest = metric.partition("_")
+    if group in GROUPS and rest:
+        return f"{group}/{rest}"
+    return f"{next((group for group in GROUPS if metric in GROUPS[group].split()), 'rollout')}/{metric}"
 
 
 def _tracker(name: str, folder: Path, args: Args) -> tuple[Callable[[Metrics, int], None], Callable[[], None]]:

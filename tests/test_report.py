@@ -119,11 +119,11 @@ def test_a_tracker_is_told_what_the_file_is(
             changes = {"step": step, "pruning": step == 2, "head_auc": math.nan if step == 1 else 0.75, "loss": -0.5}
             log.step(METRICS | changes, PROMPTS, [Rollout(1, token_ids=[0], finish="stop", verdict="right")])
     found = read(folder)
-    assert all(found.pop(("train/memory_gb", step)) > 0 for step in (1, 2))
-    every_step = {"train/tokens_generated": 10, "time/generate": 1, "train/reward": 0.5, "train/keep_ratio": 1}
-    expected = {(name, step): value for name, value in (every_step | {"train/loss": -0.5}).items() for step in (1, 2)}
+    assert all(found.pop(("time/memory_gb", step)) > 0 for step in (1, 2))
+    every_step = {"rollout/tokens_generated": 10, "time/generate": 1, "rollout/reward": 0.5, "prune/keep_ratio": 1}
+    expected = {(name, step): value for name, value in (every_step | {"loss/loss": -0.5}).items() for step in (1, 2)}
     expected |= {("eval/held-out/avg@4", 0): 0.25, ("time/eval", 0): 3.5, ("head/auc", 2): 0.75}
-    assert found == expected | {("train/pruning", 1): 0, ("train/pruning", 2): 1}
+    assert found == expected | {("prune/pruning", 1): 0, ("prune/pruning", 2): 1}
 
 
 def graded(verdict: str, finish: str = "stop", tail: str = "") -> Rollout:
