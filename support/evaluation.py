@@ -139,8 +139,9 @@ def evaluate(
 ) -> dict[str, float]:
     """avg@n, pass@16 where there are so many samples, accuracy of one greedy sample: `eval/<set>/<score>`.
 
-    Sets whose metric is pass@16 get 16 samples per problem at least. Each rank samples its share of
-    the problems and gets all scores. sampling: of training; `args` have another temperature and nucleus.
+    Sets whose metric is pass@16 get 16 samples per problem at least. Where problems were too long
+    and count as wrong, `too_long` is their number. Each rank samples its share of the problems and
+    gets all scores. sampling: of training; `args` have another temperature and nucleus.
     """
 
     def right(prompts: dict[int, Prompt], count: int, how: Sampling) -> list[int]:
@@ -165,5 +166,7 @@ def evaluate(
         if samples >= 16:
             scores["pass@16"] = sum(pass_at_k(samples, count, 16) for count in counts) / size
         scores["greedy"] = sum(right(prompts, 1, replace(sampling, temperature=0.0, top_p=1.0))) / size
+        if too_long := size - len(prompts):
+            scores["too_long"] = too_long
         metrics |= {f"eval/{chosen.name}/{key}": value for key, value in scores.items()}
     return metrics
