@@ -64,7 +64,7 @@ class RunLog(contextlib.AbstractContextManager):
 
     def __init__(self, args: Args, name: str, resumed_step: int | None = None) -> None:
         self.args, self.folder, self.write = args, Path(args.output), rank() == 0
-        self.warned, self.last_group = False, []
+        self.warned, self.zeros, self.last_group = False, 0, []
         if self.write:
             self.folder.mkdir(parents=True, exist_ok=True)
             for file in ("metrics.jsonl", "rollouts.jsonl"):
@@ -104,17 +104,19 @@ class RunLog(contextlib.AbstractContextManager):
         rate = metrics["tokens_generated"] / metrics["time_generate"]
         self.bar.set_postfix_str(f"reward {metrics['reward']:.2f}, kept {metrics['keep_ratio']:.2f}, {rate:,.0f} tok/s")
         self.bar.update()
-        if not self.warned and (fault := find_fault(rollouts)):
+        self.zeros = self.zeros + 1 if metrics["reward"] == 0 else 0
+        if not self.warned and (fault := find_fault(rollouts, self.zeros)):
             self.warned = True
             self.bar.write(f"{Path(sys.argv[0]).name}: warning: {fault}", file=sys.stderr)
 
 
-def find_fault(rollouts: list[Rollout]) -> str | None:
-    """Why a step has nothing to learn from, if it is the responses: what is wrong, the flag that helps, an example."""
+def find_fault(rollouts: list[Rollout], zeros: int) -> str | None:
+    """Why nothing can be learnt, with the flag that helps and an example. zeros: steps in a row without a reward."""
     judged = [r for r in rollouts if r.verdict is not None]
     faults = {
         "were cut off; raise --max-length": [r for r in judged if r.finish == "length"],
         "give no answer; see --instruction": [r for r in judged if r.verdict == "no answer"],
+        "have reward 0, as in two steps before; an easier --dataset may help": judged if zeros > 2 else [],
     }
     for fault, found in faults.items():
         if len(found) > 0.8 * len(judged):
