@@ -126,6 +126,8 @@ def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: i
         "max seq len|cache blocks": f"{room}: no room for the keys and values of --max-length {args.max_length} tokens",
         "memory for kv|Free memory|out of memory|OutOfMemory": f"{room}: that much memory is not free",
         "max_num_seqs": f"--max-num-seqs {args.max_num_seqs}: more than vLLM takes in one of its steps",
+        "max_model_len": f"--max-length {args.max_length}: more than vLLM allows this model",
+        "tensor parallel": "--tp: this model cannot be cut into so many parts",
     }.items():
         if re.search(pattern, error):
             fail(sentence)
