@@ -96,15 +96,21 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
             total = torch.cuda.get_device_properties(device).total_memory
             problem = memory.first_misfit(memory.Shape(config), args, distributed.world_size(), total)
         else:
-            # 4 bytes a parameter in the sampler, 16 in the trainer: weights, gradients and Adam's moments.
-            needed = 20 * sum(p.numel() for p in policy.parameters())
-            there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            sizes = f"it takes {needed / 1e9:.1f} GB of main memory without a GPU, of {there / 1e9:.1f} GB"
-            problem = f"{sizes}; take a smaller model, or a GPU" if needed > there else None
+            problem = _misfit_on_cpu(sum(p.numel() for p in policy.parameters()))
     except ValueError as error:
         problem = str(error).splitlines()[0]
     if problem:
         fail(f"--model {args.model}: {problem}")
+
+
+def _misfit_on_cpu(parameters: int) -> str | None:
+    """What main memory cannot hold even if all of it were free."""
+    # 4 bytes in the sampler, 16 in the trainer: weights, gradients and Adam's moments.
+    needed, there = 20 * parameters, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed <= there:
+        return None
+    sizes = f"{parameters / 1e6:,.0f}M parameters take {needed / 1e9:.1f} GB of main memory, of {there / 1e9:.1f} GB"
+    return f"without a GPU, {sizes}; take a smaller model, or a GPU"
 
 
 def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> contextlib.closing[Engine]:

@@ -168,7 +168,7 @@ def test_what_main_memory_cannot_hold_is_refused_before_its_weights_are_there(
     TOKENIZER.save_pretrained(tmp_path)
     arguments = settings(tmp_path, max_length=512, max_prompt=64, detect_length=8)
     said = refused(capsys, model.refuse_untrainable, *arguments)
-    assert re.search(r"it takes [\d.]+ GB of main memory without a GPU, of [\d.]+ GB; take a smaller model", said)
+    assert re.search(r"without a GPU, [\d,]+M parameters take [\d.]+ GB of main memory, of [\d.]+ GB; ", said)
 
 
 # ------------------------------------------------------------------ checkpoints that are not the model's
