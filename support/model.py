@@ -96,21 +96,31 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
             total = torch.cuda.get_device_properties(device).total_memory
             problem = memory.first_misfit(memory.Shape(config), args, distributed.world_size(), total)
         else:
-            problem = _misfit_on_cpu(sum(p.numel() for p in policy.parameters()))
+            problem = _misfit_on_cpu(sum(p.numel() for p in policy.parameters()), args)
     except ValueError as error:
         problem = str(error).splitlines()[0]
     if problem:
         fail(f"--model {args.model}: {problem}")
 
 
-def _misfit_on_cpu(parameters: int) -> str | None:
-    """What main memory cannot hold even if all of it were free."""
-    # 4 bytes in the sampler, 16 in the trainer: weights, gradients and Adam's moments.
-    needed, there = 20 * parameters, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed <= there:
+def _misfit_on_cpu(parameters: int, args: Args) -> str | None:
+    """What main memory cannot hold."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # 4 bytes in each rank's sampler; weights, gradients and Adam's moments once, with --beta the reference.
+    per_parameter = 4 * ranks + (20 if args.beta > 0 else 16) * ranks / distributed.world_size()
+    size, free = parameters * per_parameter / 2**30 + args.kv_cache_gb * ranks, _free_memory() / 2**30
+    if size <= free:
         return None
-    sizes = f"{parameters / 1e6:,.0f}M parameters take {needed / 1e9:.1f} GB of main memory, of {there / 1e9:.1f} GB"
-    return f"without a GPU, {sizes}; take a smaller model, or a GPU"
+    needed = f"{parameters / 1e6:,.0f}M parameters and --kv-cache-gb {args.kv_cache_gb} take {size:.1f} GiB"
+    return f"without a GPU, {needed} of main memory, and {free:.1f} GiB are free; take a smaller model, or a GPU"
+
+
+def _free_memory() -> int:
+    """Bytes of main memory, within a container's limit."""
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    with contextlib.suppress(OSError, ValueError):
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
 
 
 def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> contextlib.closing[Engine]:

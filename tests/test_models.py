@@ -4,7 +4,6 @@ sentence that says why. docs/models.md has the table."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -160,15 +159,21 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused_beyond_their_fir
 
 
 def test_what_main_memory_cannot_hold_is_refused_before_its_weights_are_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 bytes a parameter, from a config alone."""
-    sizes = dict(hidden_size=16_384, intermediate_size=65_536, num_hidden_layers=100, vocab_size=151_936)
-    transformers.Qwen3Config(**(SIZES | sizes)).save_pretrained(tmp_path)
+    """20 bytes a parameter and the KV cache, from a config alone."""
+    sizes = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128)
+    config = transformers.Qwen3Config(**(SIZES | sizes | dict(vocab_size=151_936, tie_word_embeddings=True)))
+    config.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    arguments = settings(tmp_path, max_length=512, max_prompt=64, detect_length=8)
+    arguments = settings(tmp_path, max_length=512, max_prompt=64, detect_length=8, kv_cache_gb=1.0)
+    attention, mlp, norms = 2 * 1024 * (2048 + 256), 3 * 1024 * 3072, 2 * 1024 + 2 * 128
+    needed = 20 * (151_936 * 1024 + 28 * (attention + mlp + norms) + 1024) + 2**30
+    monkeypatch.setattr(model, "_free_memory", lambda: needed - 2**26)
     said = refused(capsys, model.refuse_untrainable, *arguments)
-    assert re.search(r"without a GPU, [\d,]+M parameters take [\d.]+ GB of main memory, of [\d.]+ GB; ", said)
+    assert f"{needed / 2**30:.1f} GiB" in said and "--kv-cache-gb 1.0" in said
+    monkeypatch.setattr(model, "_free_memory", lambda: needed + 2**26)
+    model.refuse_untrainable(*arguments)
 
 
 # ------------------------------------------------------------------ checkpoints that are not the model's
