@@ -32,6 +32,8 @@ from grpo import shard as shard_policy
 from support import data, distributed, memory
 from support.args import Args, SamplingArgs, fail
 
+# Parameters x tokens that a core takes through a step in a second: of 281M parameters, two made 16 tokens.
+CORE_SPEED = 281e6 * 16 / 2
 # What the proof compares: so many prompts, at most so much of each, and responses of so many tokens.
 PROMPTS, PROMPT_TOKENS, SAMPLES, TOKENS = 2, 64, 4, 16
 # Nats: between two orders of the same float32 sums.
@@ -104,15 +106,20 @@ def refuse_untrainable(config: PreTrainedConfig, args: Args, device: torch.devic
 
 
 def _misfit_on_cpu(parameters: int, args: Args) -> str | None:
-    """What main memory cannot hold."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """What main memory cannot hold. If it can, a warning is printed of the time that a step takes."""
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
     # 4 bytes in each rank's sampler; weights, gradients and Adam's moments once, with --beta the reference.
     per_parameter = 4 * ranks + (20 if args.beta > 0 else 16) * ranks / distributed.world_size()
     size, free = parameters * per_parameter / 2**30 + args.kv_cache_gb * ranks, _free_memory() / 2**30
-    if size <= free:
-        return None
-    needed = f"{parameters / 1e6:,.0f}M parameters and --kv-cache-gb {args.kv_cache_gb} take {size:.1f} GiB"
-    return f"without a GPU, {needed} of main memory, and {free:.1f} GiB are free; take a smaller model, or a GPU"
+    name = f"{parameters / 1e6:,.0f}M parameters"
+    if size > free:
+        needed = f"{name} and --kv-cache-gb {args.kv_cache_gb} take {size:.1f} GiB of main memory"
+        return f"without a GPU, {needed}, and {free:.1f} GiB are free; take a smaller model, or a GPU"
+    tokens = args.prompts * args.group_size * args.max_length
+    if (minutes := tokens * parameters / (CORE_SPEED * cores) / 60) > 1:
+        work = f"{name} and, if all rollouts reach --max-length, {tokens:,} tokens"
+        distributed.print0(f"no GPU: {work} take some {minutes:,.0f} minutes a step on {cores} cores, roughly")
+    return None
 
 
 def _free_memory() -> int:

@@ -161,7 +161,7 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused_beyond_their_fir
 def test_what_main_memory_cannot_hold_is_refused_before_its_weights_are_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 bytes a parameter and the KV cache, from a config alone."""
+    """20 bytes a parameter and the KV cache, from a config alone; and a warning of how long a step will take."""
     sizes = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128)
     config = transformers.Qwen3Config(**(SIZES | sizes | dict(vocab_size=151_936, tie_word_embeddings=True)))
     config.save_pretrained(tmp_path)
@@ -174,6 +174,13 @@ def test_what_main_memory_cannot_hold_is_refused_before_its_weights_are_there(
     assert f"{needed / 2**30:.1f} GiB" in said and "--kv-cache-gb 1.0" in said
     monkeypatch.setattr(model, "_free_memory", lambda: needed + 2**26)
     model.refuse_untrainable(*arguments)
+    warning = capsys.readouterr().out
+    assert (
+        warning.startswith("no GPU: 552M parameters and, if all rollouts reach --max-length, 524,288 tokens")
+        and warning.count("\n") == 1
+    )
+    model.refuse_untrainable(*settings(TINY, max_length=256, max_prompt=64, detect_length=8, prompts=16))
+    assert not capsys.readouterr().out
 
 
 # ------------------------------------------------------------------ checkpoints that are not the model's
