@@ -122,7 +122,7 @@ def test_keep_ratios_leave_the_cold_start_out_of_what_was_kept() -> None:
     plain, run = run_of("GRPO", 0, 100.0, [0.5, 0.6, 0.7]), run_of("GRPO + ARRoL", 0, 80.0, [0.5, 0.7, 0.8])
     found = keep_ratio.against(plain, run)
     assert (found["keep_ratio"], found["rho_variance"]) == (0.5, pytest.approx(0.2))
-    assert (found["difference"], found["speed-up"]) == (pytest.approx(0.1), 1.25)
+    assert (found["equal steps"], found["speed-up"]) == (pytest.approx(0.1), 1.25)
 
 
 def test_convergence_is_the_time_to_the_last_reward_of_grpo() -> None:
