@@ -466,7 +466,8 @@ def test_evaluation_keeps_to_its_schedule_and_out_of_training(trainer: Callable[
     assert not any("eval/" in key for line in load_metrics(Path(plain.args.output)) for key in line)
     for found in filter(None, scores.values()):
         # of 8 problems, one of which nobody can get right
-        assert list(found) == ["eval/mine/avg@2", "eval/mine/greedy"]
+        assert list(found) == ["eval/mine/avg@2", "eval/mine/greedy", "eval/mine/too_long"]
+        assert found["eval/mine/too_long"] == 1
         for name, samples in (("avg@2", 2), ("greedy", 1)):
             right = found[f"eval/mine/{name}"] * samples * 8
             assert right == pytest.approx(round(right)) and right <= samples * 7
