@@ -253,7 +253,7 @@ class Engine:
             self.runner.model.compute_logits = self._compute_logits
             self._batches.clear()
             with contextlib.suppress(Exception if failure else ()):  # a broken engine cannot be spoken to
-                self._abort(list(self._live))
+                self._abort(list(self._live | self.engine.output_processor.request_states))  # one more at Ctrl-C
         _stop_together(failure)
         unseen = [r for r in rollouts if r.detect_state is None and len(r.token_ids) > self.detect_length]
         if pruner is not None and unseen:
@@ -354,7 +354,7 @@ class Engine:
     def _abort(self, requests: list[str]) -> None:
         # One by one: the order in which vLLM frees several may differ between ranks that share an engine.
         for request in requests:
-            del self._live[request]
+            self._live.pop(request, None)
             self.engine.abort_request([request], internal=True)
         self._aborted.update(requests)
         if self.engine.get_num_unfinished_requests() != len(self._live):

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 TINY = Path(__file__).resolve().parent.parent / "tiny"
-SETS = "math500, minerva, olympiadbench, amc23, aime24, aime25 (from the hub), NAME=FILE, a file, or sums"
+SETS = "math500, minerva, olympiadbench, amc23, aime24, aime25 (from the hub, or such a NAME=FILE), a file, or sums"
 TYPES = {"str": [str], "int": [int], "bool": [bool], "float": [float, int], "tuple[str, ...]": [tuple, list]}
 TYPES["float | None"] = [float, int, type(None)]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it; of a known set write NAME=FILE"
+REMEDY = "choose by --dataset-config and --dataset-split, or name one file of it (.jsonl, .json or .parquet)"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def read(source: str, name: str, strict: bool, config: str = "", split: str = "t
     by_hand = is_file(source) and not source.lower().endswith(".parquet")
     kept: dict[str, Problem] = {}
     times, dropped, conflicting, columns = Counter(), Counter(), set(), ()
-    rows = _json(source) if by_hand else _arrow(source, config, split)
+    remedy = f"fetch its file by other means and write {name}=FILE" if strict else REMEDY
+    rows = _json(source) if by_hand else _arrow(source, config, split, remedy)
     for number, (place, row) in enumerate(rows, 1):
         columns = columns_of(row, place)
         text, answer = unwrap(_text(row[columns[0]])), gold_text(row[columns[1]], columns[1])
@@ -141,13 +142,13 @@ def _json(source: str) -> Iterator[tuple[str, dict[str, object]]]:
                 yield place, row
 
 
-def _arrow(source: str, config: str, split: str) -> Iterator[tuple[str, dict[str, object]]]:
+def _arrow(source: str, config: str, split: str, remedy: str) -> Iterator[tuple[str, dict[str, object]]]:
     """The same of a parquet file, a folder or a set on the hub, all by datasets."""
     import datasets
 
     # It also raises what it logs.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    what, remedy = {"path": source, "name": config or None, "split": split}, REMEDY
+    what: dict[str, object] = {"path": source, "name": config or None, "split": split}
     if is_file(source):
         what, remedy = {"path": "parquet", "data_files": source, "split": "train"}, "write the parquet file anew"
     with tempfile.TemporaryDirectory() as folder:

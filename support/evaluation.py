@@ -73,6 +73,8 @@ def load_benchmark(spec: str, flag: str, sums_problems: int = 200) -> Benchmark:
             name, problems, source = "sums", data.sums(seed=0, **wanted), f"held-out sums ({spec})"
         elif hub and not file:
             problems, source = data.read(hub, name, strict=True, split=split)
+        elif "=" in spec and not hub and not Path(spec).is_file():
+            raise DataError(spec, f"no set is known as {name!r}", f"write one of {SETS}")
         elif not data.is_file(file):
             raise DataError(spec, "neither a known set nor a file nor sums", f"write one of {SETS}")
         else:

@@ -24,7 +24,7 @@ CHUNK_TOKENS: int = inspect.signature(Policy).parameters["chunk_tokens"].default
 CONTEXT = GRAPHS = 1_000_000_000
 USABLE = 0.95  # of the device; the rest is left to fragmentation
 BATCHED_TOKENS = 16_384  # vLLM's largest prefill step by default on 80 GB GPUs
-LESS = "lower --gpu-memory-utilization (generate) or --token-budget (logprob, update), add --offload or take more GPUs"
+LESS = "lower --gpu-memory-utilization (generate) or --token-budget (logprob, update) or take more GPUs"
 
 
 class Shape:
@@ -107,8 +107,8 @@ def first_misfit(s: Shape, args: Args, ranks: int, device_bytes: int) -> str | N
     for phase, needed in found.phases.items():
         if needed > usable:
             sizes = f"{needed / 1e9:.1f} GB of GPU memory and {usable / 1e9:.1f} GB can be used on each GPU"
-            return f"{phase} needs {sizes}; {LESS}"
+            return f"{phase} needs {sizes}; {'' if args.offload else 'add --offload, '}{LESS}"
     if found.kv_tokens < args.max_length:
-        room = f"--gpu-memory-utilization {args.gpu_memory_utilization} leaves {max(0, found.kv_cache) / 1e9:.1f} GB"
-        return f"{room} of KV cache, {found.kv_tokens:,} tokens; raise it, or lower --max-length {args.max_length}"
+        room = f"generate: --gpu-memory-utilization {args.gpu_memory_utilization} leaves KV cache"
+        return f"{room} for {found.kv_tokens:,} tokens; raise it, or lower --max-length {args.max_length}"
     return None

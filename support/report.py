@@ -13,10 +13,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from engine import Rollout
@@ -25,6 +24,9 @@ from support.data import Prompt
 from support.distributed import gather, rank
 from support.metrics import Metrics
 from support.show import aligned, load_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Of metrics whose name does not begin with that of their group; the others are about rollouts.
 GROUPS = {
@@ -116,7 +118,7 @@ def find_fault(rollouts: list[Rollout], zeros: int) -> str | None:
     faults = {
         "were cut off; raise --max-length": [r for r in judged if r.finish == "length"],
         "give no answer; see --instruction": [r for r in judged if r.verdict == "no answer"],
-        "have reward 0, as in two steps before; an easier --dataset may help": judged if zeros > 2 else [],
+        "got no reward, as in two steps before; an easier --dataset may help": judged if zeros > 2 else [],
     }
     for fault, found in faults.items():
         if len(found) > 0.8 * len(judged):
@@ -219,6 +221,9 @@ def summary(runs: dict[str, list[Metrics]]) -> str:
 @contextlib.contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Axes]:
     """Draw in the block; then the PNG is written."""
+    # Training needs it for pictures alone.
+    from matplotlib.figure import Figure
+
     figure = Figure((width, height), dpi=150, layout="constrained")
     yield figure.subplots()
     figure.savefig(path)
@@ -266,8 +271,8 @@ def plot_votes(name: str, sizes: list[int], curve: dict[str, list[float]], path:
     strong = {"majority": "black", "ARRoL": "tab:red", "oracle": "gray"}
     with picture(path, 8, 5) as axes:
         for rule, values in curve.items():
-            style = "--" if "top" in rule else "-"
-            axes.plot(sizes, values, style, color=strong.get(rule), linewidth=2.5 if rule in strong else 1, label=rule)
+            width, style = 2.5 if rule in strong else 1, "--" if "top" in rule else "-"
+            axes.plot(sizes, values, style, marker=".", color=strong.get(rule), linewidth=width, label=rule)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, sizes)
         axes.set(xlabel="candidates per problem", ylabel="accuracy", title=name)

@@ -63,7 +63,7 @@ class Sampler:
             training = data.load(args.trained_on)[0] if args.trained_on else []
             self.report = benchmark.prepare(tokenizer, args, training)
         except ValueError as error:
-            fail(str(error).replace("--dataset", "--trained-on", 1))
+            fail(str(error).replace("--dataset ", "--trained-on ", 1))
         if not benchmark.prompts:
             fail(f"--max-prompt {args.max_prompt}: no prompt of {benchmark.name} is that short")
         if head is not None and (width := head.norm.weight.numel()) != hidden_size:

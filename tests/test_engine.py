@@ -329,6 +329,26 @@ def test_an_interrupted_generation_leaves_no_trace(engine: Engine) -> None:
     assert [r.token_ids for r in before] == [r.token_ids for r in after]
 
 
+def test_an_interrupt_while_rollouts_are_queued_leaves_no_trace(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after vLLM has taken a request and before its name is known here."""
+    before, add, taken = tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)), engine.engine.add_request, []
+
+    def interrupted(*arguments: object) -> str:
+        taken.append(add(*arguments))
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return taken[-1]
+
+    monkeypatch.setattr(engine.engine, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, 2, SAMPLING, seed=1)
+    monkeypatch.undo()
+    assert engine.engine.get_num_unfinished_requests() == 0
+    assert tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)) == before
+
+
 def test_an_error_inside_vllm_is_told_and_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """With asynchronous scheduling vLLM launches another batch, which fails otherwise, before it tells."""
     before, sample, calls = tokens(engine.generate(PROMPTS, 2, SAMPLING, seed=3)), engine.runner._sample, []

@@ -96,7 +96,7 @@ def test_a_known_set_comes_from_the_hub_or_from_a_local_copy_and_is_the_same(
     with pytest.raises(ValueError, match="^--data .*copy.jsonl: 2 rows, where amc23 has 3; "):
         load_benchmark(f"amc23={write(tmp_path / 'copy.jsonl', ROWS[:2])}", "--data")
     monkeypatch.setitem(KNOWN, "amc23", (str(tmp_path / "hub"), "validation", 3, "pass@16"))
-    with pytest.raises(ValueError, match="^--data .*: .*split: validation.*; .*NAME=FILE"):
+    with pytest.raises(ValueError, match="^--data .*: .*split: validation.*; .*amc23=FILE"):
         load_benchmark("amc23", "--data")
 
 
@@ -173,7 +173,7 @@ def test_a_bad_cell_is_named_with_its_row_and_column(tmp_path: Path, ending: str
     "spec, message",
     [
         ("math50", "math50: neither a known set nor a file nor sums; write one of math500, .*sums"),
-        ("mine=rows.jsonl", "mine=rows.jsonl: No such file, or not a readable one; name a file"),
+        ("mine=rows.jsonl", "mine=rows.jsonl: no set is known as 'mine'; write one of math500, "),
         ("amc23=rows", "amc23=rows: neither a known set nor a file nor sums; "),
         ("amc23=missing.jsonl", "missing.jsonl: No such file, or not a readable one; name a file"),
         ("missing.parquet", "missing.parquet: No such file, or not a readable one; name a file"),

@@ -135,7 +135,7 @@ def test_the_six_are_read_in_an_evening() -> None:
     assert sum(sizes.values()) <= 2050 and max(sizes.values()) <= 440, sizes
 
 
-@pytest.mark.parametrize(("folder", "most"), [("support", 3008), ("bench", 2470)])
+@pytest.mark.parametrize(("folder", "most"), [("support", 3016), ("bench", 2470)])
 def test_folders_do_not_grow(folder: str, most: int) -> None:
     """What in bench/ measures something else than the paper does comes on top.
 

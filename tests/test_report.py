@@ -135,7 +135,7 @@ def test_a_step_that_has_nothing_to_learn_from_says_why() -> None:
     """Which of the three it is, how a rollout ends, and the flag that helps."""
     wrong, right = [graded("wrong", tail="so\n\\boxed{3}")] * 5, [graded("right")]
     dead = find_fault(wrong, 3)
-    assert "5 of 5 survivors have reward 0" in dead and "--dataset" in dead and "boxed{3}" in dead
+    assert "5 of 5 survivors got no reward" in dead and "--dataset" in dead and "boxed{3}" in dead
     silent = find_fault([graded("no answer", tail="first\nthe answer is 7")] * 9 + right, 0)
     assert "9 of 10 survivors give no answer" in silent and "--instruction" in silent and "the answer is 7" in silent
     cut = find_fault([graded("no answer", "length", "and then")] * 9 + right, 0)
@@ -153,10 +153,10 @@ def test_a_run_warns_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     """In the third dead step in a row, which is the sixth here."""
     with RunLog(parse(["--output", str(tmp_path), "--steps", "7"]), "run") as log:
         for step, reward in enumerate((0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0), 1):
-            assert "have reward 0" not in capsys.readouterr().err
+            assert "got no reward" not in capsys.readouterr().err
             log.step(METRICS | {"step": step, "reward": reward}, PROMPTS, [graded("wrong")])
             if step == 6:
-                assert capsys.readouterr().err.count("1 of 1 survivors have reward 0") == 1
+                assert capsys.readouterr().err.count("1 of 1 survivors got no reward") == 1
 
 
 def test_a_picture_of_every_kind_of_rollout(tmp_path: Path) -> None:

@@ -114,6 +114,18 @@ def test_keep_ratio_1_is_no_pruning(trainer: Callable[..., Trainer]) -> None:
     assert same(weights(plain), weights(all_kept))
 
 
+def test_without_scaling_advantages_are_rewards_less_their_mean(trainer: Callable[..., Trainer]) -> None:
+    plain = trainer(steps=1, log_rollouts="all")
+    plain.args.scale_rewards = parse(["--no-scale-rewards"]).scale_rewards
+    rows = outcome(plain)
+    groups = {row["group"]: [other for other in rows if other["group"] == row["group"]] for row in rows}
+    for members in groups.values():
+        rewards = [float(row["verdict"] == "right") for row in members]
+        mean = sum(rewards) / len(rewards)
+        assert [row["advantage"] for row in members] == pytest.approx([reward - mean for reward in rewards])
+    assert any(row["advantage"] for row in rows)
+
+
 def test_a_run_keeps_its_ratio_and_its_sampler_in_step(trainer: Callable[..., Trainer]) -> None:
     """33 steps: keep rate within 3 points of kappa, and the gap between sampler and trainer below
     1e-3 at every token.

@@ -128,6 +128,7 @@ FACTS = [
         ),
     ),
     Fact("also after rows have moved", BATCH, "InputBatch.condense", ("self.req_id_to_index[req_id] = empty_index",)),
+    Fact("or changed places", BATCH, "InputBatch.swap_states", ("self.req_id_to_index[old_id_i2],",)),
     Fact("the number of rows", BATCH, "InputBatch.num_reqs", ("@property", "return len(self.req_id_to_index)")),
     Fact(
         "without asynchronous scheduling a step returns the outputs of the batch whose rows the hook has just seen",
