@@ -24,7 +24,7 @@ CHUNK_TOKENS: int = inspect.signature(Policy).parameters["chunk_tokens"].default
 CONTEXT = GRAPHS = 1_000_000_000
 USABLE = 0.95  # of the device; the rest is left to fragmentation
 BATCHED_TOKENS = 16_384  # vLLM's largest prefill step by default on 80 GB GPUs
-LESS = "lower --gpu-memory-utilization (generate) or --token-budget (logprob, update) or take more GPUs"
+LESS = {"generate": "--gpu-memory-utilization", "logprob": "--token-budget", "update": "--token-budget"}
 
 
 class Shape:
@@ -106,9 +106,13 @@ def first_misfit(s: Shape, args: Args, ranks: int, device_bytes: int) -> str | N
     found, usable = Estimate(s, args, ranks, device_bytes), int(USABLE * device_bytes)
     for phase, needed in found.phases.items():
         if needed > usable:
-            sizes = f"{needed / 1e9:.1f} GB of GPU memory and {usable / 1e9:.1f} GB can be used on each GPU"
-            return f"{phase} needs {sizes}; {'' if args.offload else 'add --offload, '}{LESS}"
+            remedies = [f"lower {LESS[phase]}"] if phase in LESS else []
+            remedies = ", ".join(remedies + ["add --offload"] * (not args.offload))
+            sizes = f"{needed / 1e9:.1f} GB of GPU memory and {usable / 1e9:.1f} GB"
+            return f"{phase} needs {sizes} can be used on each GPU; {remedies} or take more GPUs (torchrun)"
     if found.kv_tokens < args.max_length:
-        room = f"generate: --gpu-memory-utilization {args.gpu_memory_utilization} leaves KV cache"
-        return f"{room} for {found.kv_tokens:,} tokens; raise it, or lower --max-length {args.max_length}"
+        needed, left = s.kv * args.max_length / 1e9, max(0, found.kv_cache) / 1e9
+        cache = f"generate needs {needed:.1f} GB of KV cache for one rollout of --max-length {args.max_length}"
+        share = f"--gpu-memory-utilization {args.gpu_memory_utilization}"
+        return f"{cache} and {left:.1f} GB are left within {share}; raise this, or lower --max-length"
     return None

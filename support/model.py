@@ -131,10 +131,7 @@ def _free_memory() -> int:
 
 
 def engine_from(args: SamplingArgs, device: torch.device, vocabulary: int, tp: int = 1) -> contextlib.closing[Engine]:
-    """The engine that the flags ask for, to be entered within the process group, which it uses to its end.
-
-    What vLLM raises ends the program with one sentence, with the flag of ours to change.
-    """
+    """The engine that the flags ask for, to be entered within the process group; what vLLM raises ends the program."""
     options = args.select("model detect_length max_num_seqs gpu_memory_utilization kv_cache_gb verbose")
     options |= {"max_model_len": args.max_length, "tensor_parallel": tp}
     try:

@@ -122,8 +122,7 @@ def find_fault(rollouts: list[Rollout], zeros: int) -> str | None:
     }
     for fault, found in faults.items():
         if len(found) > 0.8 * len(judged):
-            lines = found[0].tail.strip().splitlines()
-            end = lines[-1] if lines else ""
+            end = "".join(found[0].tail.strip().splitlines()[-1:])
             return f"{len(found)} of {len(judged)} survivors {fault}. One of them ends: {end!r}"
     return None
 

@@ -167,18 +167,18 @@ def test_a_reference_model_is_counted() -> None:
 @pytest.mark.parametrize(
     ("model", "gigabytes", "changes", "phase", "remedies"),
     [
-        ("Qwen3-4B-Base", 96, {}, "generate", "--gpu-memory-utilization (generate)"),
-        ("Qwen3-1.7B-Base", 80, {"gpu_memory_utilization": 0.08}, "generate", "--gpu-memory-utilization 0.08"),
-        ("Qwen3-1.7B-Base", 80, {"token_budget": 1 << 18}, "update", "--token-budget (logprob, update)"),
-        ("Qwen3-8B-Base", 80, {"offload": True, "token_budget": 1 << 18}, "update", "--token-budget (logprob, update)"),
+        ("Qwen3-4B-Base", 96, {}, "generate", "lower --gpu-memory-utilization, add --offload or take more GPUs"),
+        ("Qwen3-1.7B-Base", 80, {"gpu_memory_utilization": 0.08}, "generate needs 0.9 GB of KV", "raise this"),
+        ("Qwen3-1.7B-Base", 80, {"token_budget": 1 << 18}, "update", "lower --token-budget, add --offload or take"),
+        ("Qwen3-8B-Base", 80, {"offload": True, "token_budget": 1 << 18}, "update", "lower --token-budget or take"),
     ],
 )
 def test_a_misfit_names_the_phase_and_the_flags(
     model: str, gigabytes: int, changes: dict, phase: str, remedies: str
 ) -> None:
     sentence = first_misfit(Shape(bench.MODELS[model]), flags(**changes), 1, gigabytes * GB)
-    assert sentence.startswith(phase) and "\n" not in sentence and re.search(r"[\d.]+ GB|[\d,]+ tokens", sentence)
-    assert remedies in sentence and ("add --offload" in sentence) == (" GB" in sentence and "offload" not in changes)
+    assert sentence.startswith(phase) and "\n" not in sentence and len(re.findall(r"[\d.]+ GB", sentence)) >= 2
+    assert f"; {remedies}" in sentence
 
 
 @pytest.mark.parametrize(
